@@ -1,0 +1,1 @@
+"""The static tensors that one model step reads."""

@@ -1,0 +1,56 @@
+"""The tensors of pool indices that one model step reads, and the memory it reads and writes through them.
+
+Shapes: L tokens of all sequences of a prefill, S its sequences, R states it returns, M tokens whose logits are wanted,
+B rows of a decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybrid_runtime.ops.ragged import RaggedLayout
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The pools' tensors, per depth. A step mutates them in place; slot 0 and row 0 are for padding.
+
+    `kv_layers[d]`: the named KV tensors `[kv slots + 1, ...]` of the d-th attention of the model; `state_layers[d]`: the
+    named state tensors `[state slots + 1, ...]` of its d-th recurrent mixer; `req_to_token`: int32
+    `[rows + 1, max_model_len]`, the KV slot of each position of each request.
+    """
+
+    kv_layers: tuple[Mapping[str, Tensor], ...]
+    state_layers: tuple[Mapping[str, Tensor], ...]
+    req_to_token: Tensor
+
+
+@dataclass(frozen=True)
+class PrefillInputs:
+    """One ragged prefill: S sequences, each continuing `context_lens - layout.lengths` tokens that are in the pools."""
+
+    layout: RaggedLayout
+    token_ids_L: Tensor  # int64
+    positions_L: Tensor  # int64, absolute position of each token; padding tokens: 0
+    kv_slots_L: Tensor  # int64, KV slot that each token's K and V are written to; padding tokens: 0
+    request_rows_S: Tensor  # int64, rows of req_to_token; they already name the new tokens' slots
+    context_lens: tuple[int, ...]  # [S] tokens in the pools after this step, the new ones included
+    working_slots_S: Tensor  # int64, state slots the sequences start from
+    state_slots_R: Tensor  # int64, state slots that the layout's requested states are written to
+    logits_tokens_M: Tensor  # int64, flat indices of the tokens whose logits are returned
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """One token for each of B rows."""
+
+    token_ids_B: Tensor  # int64
+    positions_B: Tensor  # int64, absolute position of the token; padding rows: 0
+    kv_slots_B: Tensor  # int64, KV slot its K and V are written to; padding rows: 0
+    request_rows_B: Tensor  # int64, rows of req_to_token; padding rows: 0
+    context_lens_B: Tensor  # int64, tokens in the pools after this step, this one included; padding rows: 1
+    max_context_len: int  # at least every entry of context_lens_B
+    working_slots_B: Tensor  # int64, state slots updated in place; padding rows: 0

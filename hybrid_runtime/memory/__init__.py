@@ -1,0 +1,1 @@
+"""Device pools, their slot allocators, the request table and the plan that sizes them."""

@@ -1,0 +1,1 @@
+"""Declarative model specs, the mixers that execute them, and the adapters from transformers."""
