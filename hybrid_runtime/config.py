@@ -1,0 +1,112 @@
+"""The options of a runtime, and the checks that turn a wrong option into a message that names it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float64")
+STATE_DTYPES = ("float32", "float64")  # states accumulate over thousands of tokens: nothing narrower
+EVICTION_POLICIES = ("lru",)
+INT64_MAX = 2**63 - 1
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """What a runtime is built with; never written to afterwards.
+
+    `None` for a size means that the memory plan chooses it. Raises ValueError, naming the field and the value, for a
+    value of the wrong type or out of range.
+    """
+
+    device: str = "auto"  # "auto": CUDA where there is one, else the CPU; or "cpu", "cuda", "cuda:<index>"
+    dtype: str | None = None  # of weights and activations, one of DTYPES; None: as the model
+    state_dtype: str = "float32"  # of the recurrent states in their pool, one of STATE_DTYPES
+    kv_dtype: str | None = None  # of K and V in their pool, one of DTYPES; None: as `dtype`
+    max_num_seqs: int = 32  # rows that run at once
+    max_model_len: int | None = None  # tokens of prompt and output together; None: the model's limit, if it fits
+    max_num_batched_tokens: int = 2048  # prefill tokens of one step
+    num_kv_slots: int | None = None  # tokens that the KV pool holds
+    num_state_slots: int | None = None  # recurrent states that the state pool holds
+    memory_bytes: int | None = None  # of both pools together; None: a share of the free memory
+    enable_prefix_cache: bool = True
+    eviction: str = "lru"  # one of EVICTION_POLICIES
+    seed: int = 0  # the seeds of requests that bring none are drawn from it
+    debug_checks: bool = False  # assert the conservation of both pools after every step
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+            raise invalid("device", self.device, 'must be "auto", "cpu", "cuda" or "cuda:<index>"')
+        require_choice("dtype", self.dtype, (None, *DTYPES))
+        require_choice("state_dtype", self.state_dtype, STATE_DTYPES)
+        require_choice("kv_dtype", self.kv_dtype, (None, *DTYPES))
+        require_choice("eviction", self.eviction, EVICTION_POLICIES)
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            require_int(name, getattr(self, name), minimum=1)
+        for name in ("max_model_len", "num_kv_slots", "num_state_slots", "memory_bytes"):
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), minimum=1)
+        require_int("seed", self.seed, minimum=0, maximum=INT64_MAX)
+        for name in ("enable_prefix_cache", "debug_checks"):
+            require_bool(name, getattr(self, name))
+
+    @classmethod
+    def with_overrides(cls, config: RuntimeConfig | None, overrides: Mapping[str, Any]) -> RuntimeConfig:
+        """`config` (None: the defaults) with some fields replaced. Raises ValueError for a name that is no field."""
+        base = cls() if config is None else config
+        if not isinstance(base, RuntimeConfig):
+            raise invalid("config", config, "must be a RuntimeConfig or None")
+        require_known(overrides, [field.name for field in dataclasses.fields(cls)], "RuntimeConfig")
+        return dataclasses.replace(base, **overrides) if overrides else base
+
+
+def invalid(name: str, value: object, reason: str) -> ValueError:
+    """The error for a wrong value, to be raised by the caller."""
+    return ValueError(f"{name} {reason}, not {value!r}")
+
+
+def require_int(name: str, value: object, *, minimum: int, maximum: int | None = None) -> None:
+    """Raises ValueError unless `value` is an integer (a bool is none) in `minimum..maximum`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise invalid(name, value, "must be an integer")
+    if int(value) < minimum or (maximum is not None and int(value) > maximum):
+        raise invalid(name, value, f"must be at least {minimum}" + ("" if maximum is None else f", at most {maximum}"))
+
+
+def require_number(name: str, value: object, *, minimum: float = -math.inf, maximum: float = math.inf) -> None:
+    """Raises ValueError unless `value` is a finite number (a bool is none) in `minimum..maximum`."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise invalid(name, value, "must be a finite number")
+    if not minimum <= float(value) <= maximum:
+        raise invalid(name, value, f"must be in [{minimum}, {maximum}]")
+
+
+def require_bool(name: str, value: object) -> None:
+    """Raises ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise invalid(name, value, "must be True or False")
+
+
+def require_choice(name: str, value: object, choices: Iterable[str | None]) -> None:
+    """Raises ValueError unless `value` is one of `choices`."""
+    allowed = tuple(choices)
+    if not (value is None or isinstance(value, str)) or value not in allowed:
+        raise invalid(name, value, f"must be one of {', '.join(map(repr, allowed))}")
+
+
+def require_known(names: Iterable[str], fields: Iterable[str], owner: str) -> None:
+    """Raises ValueError for the first of `names` that is none of `owner`'s `fields`, suggesting the closest."""
+    known = list(fields)
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; the fields are {', '.join(known)}"
+            raise ValueError(f"{owner} has no field {name!r}{hint}")
