@@ -1,0 +1,70 @@
+"""One edge of the radix tree together with the node at its lower end."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_runtime.memory.slots import SlotArray, StateSlot
+
+TokenArray: TypeAlias = NDArray[np.int32]
+"""Token ids, int32 `[L]`."""
+
+
+class Node:
+    """Tokens `key` that follow the parent's, one KV slot for each, and possibly the state after the last of them.
+
+    `length` is the number of tokens from the root to this node's end, which is what a state here is exact for. A node
+    without a state is a tombstone. The fields are written by `RadixTree` alone.
+    """
+
+    __slots__ = (
+        "_key_bytes",
+        "children",
+        "key",
+        "kv_lock",
+        "kv_slots",
+        "length",
+        "origin",
+        "parent",
+        "state_lock",
+        "state_slot",
+    )
+
+    def __init__(self, parent: Node | None, key: TokenArray, kv_slots: SlotArray) -> None:
+        """Copies both arrays, so that a node never keeps a caller's larger buffer alive."""
+        self.parent = parent
+        self.children: dict[int, Node] = {}
+        self.set_edge(key, kv_slots)
+        self.length: int = len(key) + (parent.length if parent is not None else 0)
+        self.state_slot: StateSlot | None = None
+        self.origin: str | None = None
+        self.kv_lock = 0
+        self.state_lock = 0
+
+    def set_edge(self, key: TokenArray, kv_slots: SlotArray) -> None:
+        self._key_bytes = key.tobytes()
+        self.key: TokenArray = np.frombuffer(self._key_bytes, dtype=np.int32)
+        self.kv_slots: SlotArray = kv_slots.copy()
+
+    @property
+    def start(self) -> int:
+        """Number of tokens before this node's key."""
+        return self.length - len(self.key)
+
+    def shared_length(self, tokens: TokenArray) -> int:
+        """How many leading tokens `key` and `tokens` have in common. O(len(key)) bytes compared."""
+        window = tokens[: len(self.key)]
+        if window.tobytes() == self._key_bytes:
+            return len(self.key)
+        differs = self.key[: len(window)] != window
+        first = int(differs.argmax()) if len(window) else 0
+        return first if len(window) and differs[first] else len(window)
+
+    def __repr__(self) -> str:
+        return (
+            f"Node([{self.start}, {self.length}), state_slot={self.state_slot}, origin={self.origin!r}, "
+            f"kv_lock={self.kv_lock}, state_lock={self.state_lock}, {len(self.children)} children)"
+        )

@@ -1,0 +1,190 @@
+"""The radix tree's mechanics: links, splits, lock counts, eviction orders and the counters that follow from them.
+
+Each method keeps its own bookkeeping right; which of them make up an operation of the cache is `RadixCache`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybrid_runtime.cache.eviction import make_orders
+from hybrid_runtime.cache.node import Node, TokenArray
+from hybrid_runtime.cache.results import SlotCollector, join_slots
+from hybrid_runtime.memory.slots import SlotArray, StateSlot, no_slots
+
+
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """Nodes whose keys agree with a token sequence, from the root's child down; the last one perhaps only in part."""
+
+    nodes: list[Node]
+    length: int
+
+    def kv_slots(self, length: int) -> SlotArray:
+        """The tree's slots of the first `length <= self.length` tokens, int32 `[length]`, a copy."""
+        return join_slots([node.kv_slots for node in self.nodes if node.start < length])[:length]
+
+
+class RadixTree:
+    """Nodes below an empty root. Owns the KV and state slots its nodes hold; gives them up to a `SlotCollector`."""
+
+    def __init__(self, policy: str) -> None:
+        self.root = Node(None, np.empty(0, dtype=np.int32), no_slots())
+        self.kv_order, self.state_order = make_orders(policy)
+        self.num_nodes = 0
+        self.num_kv_slots = 0
+        self.num_evictable_kv = 0
+        self.num_state_slots = 0
+        self.num_evictable_states = 0
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the root, parents before children."""
+        pending = list(self.root.children.values())
+        while pending:
+            node = pending.pop()
+            yield node
+            pending.extend(node.children.values())
+
+    def __contains__(self, node: Node) -> bool:
+        """Whether a node that was once in this tree still is. O(1): removed nodes lose their parent."""
+        return node is self.root or node.parent is not None
+
+    def walk(self, tokens: TokenArray) -> Walk:
+        """Follows `tokens` as far as the keys agree. Read-only."""
+        nodes: list[Node] = []
+        node, length = self.root, 0
+        while length == node.length and length < len(tokens):
+            child = node.children.get(int(tokens[length]))
+            if child is None:
+                break
+            length += child.shared_length(tokens[length:])
+            nodes.append(child)
+            node = child
+        return Walk(nodes, length)
+
+    def extend(self, node: Node, tokens: TokenArray, kv_slots: SlotArray, end: int) -> Node:
+        """The node that ends at exactly `tokens[:end]`, below `node` (or itself), made by splitting or appending.
+
+        Of `kv_slots` (one per token) only those of tokens that are not in the tree yet are taken.
+        """
+        while node.length < end:
+            child = node.children.get(int(tokens[node.length]))
+            if child is None:
+                return self._append(node, tokens[node.length : end], kv_slots[node.length : end])
+            shared = child.shared_length(tokens[node.length : end])
+            node = child if shared == len(child.key) else self._split(child, shared)
+        return node
+
+    def _append(self, parent: Node, key: TokenArray, kv_slots: SlotArray) -> Node:
+        node = Node(parent, key, kv_slots)
+        parent.children[int(key[0])] = node
+        self.num_nodes += 1
+        self.num_kv_slots += len(key)
+        self.num_evictable_kv += len(key)
+        self.kv_order.add(node)
+        return node
+
+    def _split(self, lower: Node, at: int) -> Node:
+        """Cuts an edge after `at` tokens of its key; returns the new upper node, a tombstone.
+
+        The lower node keeps its identity, state, receipts and recency. Every KV lock on it runs through the upper
+        node too, which therefore starts with the same count.
+        """
+        parent = lower.parent
+        assert parent is not None
+        assert 0 < at < len(lower.key)
+        upper = Node(parent, lower.key[:at], lower.kv_slots[:at])
+        upper.kv_lock = lower.kv_lock
+        parent.children[int(upper.key[0])] = upper
+        lower.set_edge(lower.key[at:], lower.kv_slots[at:])
+        lower.parent = upper
+        upper.children[int(lower.key[0])] = lower
+        self.num_nodes += 1
+        if upper.kv_lock == 0:
+            self.kv_order.add(upper)
+        return upper
+
+    def touch_path(self, node: Node) -> None:
+        """Makes the KV of `node` and its ancestors the most recently used."""
+        while node.parent is not None:
+            if node.kv_lock == 0:
+                self.kv_order.touch(node)
+            node = node.parent
+
+    def attach_state(self, node: Node, state_slot: StateSlot, origin: str) -> None:
+        assert node is not self.root
+        assert node.state_slot is None
+        node.state_slot = state_slot
+        node.origin = origin
+        self.num_state_slots += 1
+        self.num_evictable_states += 1
+        self.state_order.add(node)
+
+    def touch_state(self, node: Node) -> None:
+        if node.state_lock == 0:
+            self.state_order.touch(node)
+
+    def drop_state(self, node: Node, collector: SlotCollector) -> None:
+        """Takes an unlocked state off its node. Leaves a tombstone, which the caller prunes if nothing needs it."""
+        assert node.state_slot is not None
+        assert node.state_lock == 0
+        collector.add_state(node.state_slot)
+        self.state_order.remove(node)
+        node.state_slot = None
+        node.origin = None
+        self.num_state_slots -= 1
+        self.num_evictable_states -= 1
+
+    def lock_state(self, node: Node) -> None:
+        if node.state_lock == 0:
+            self.state_order.remove(node)
+            self.num_evictable_states -= 1
+        node.state_lock += 1
+
+    def unlock_state(self, node: Node) -> None:
+        """A state whose last lock goes was in use until now: it becomes the most recently used."""
+        node.state_lock -= 1
+        if node.state_lock == 0:
+            self.state_order.add(node)
+            self.num_evictable_states += 1
+
+    def lock_path(self, node: Node) -> None:
+        while node.parent is not None:
+            if node.kv_lock == 0:
+                self.kv_order.remove(node)
+                self.num_evictable_kv -= len(node.key)
+            node.kv_lock += 1
+            node = node.parent
+        node.kv_lock += 1
+
+    def unlock_path(self, node: Node) -> None:
+        """KV whose last lock goes was in use until now: it becomes the most recently used, ancestors last."""
+        while node.parent is not None:
+            node.kv_lock -= 1
+            if node.kv_lock == 0:
+                self.kv_order.add(node)
+                self.num_evictable_kv += len(node.key)
+            node = node.parent
+        node.kv_lock -= 1
+
+    def evict_leaf(self, leaf: Node, collector: SlotCollector) -> None:
+        """Gives up an unlocked leaf's state and KV, then what only led to it."""
+        if leaf.state_slot is not None:
+            self.drop_state(leaf, collector)
+        self.prune(leaf, collector)
+
+    def prune(self, node: Node, collector: SlotCollector) -> None:
+        """Removes `node` and then its ancestors for as long as they are childless, stateless and unlocked."""
+        while node.parent is not None and not node.children and node.state_slot is None and node.kv_lock == 0:
+            parent = node.parent
+            del parent.children[int(node.key[0])]
+            node.parent = None
+            collector.add_kv(node.kv_slots)
+            self.kv_order.remove(node)
+            self.num_nodes -= 1
+            self.num_kv_slots -= len(node.key)
+            self.num_evictable_kv -= len(node.key)
+            node = parent
