@@ -83,10 +83,17 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int | None =
 
 def require_number(name: str, value: object, *, minimum: float = -math.inf, maximum: float = math.inf) -> None:
     """Raises ValueError unless `value` is a finite number (a bool is none) in `minimum..maximum`."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
         raise invalid(name, value, "must be a finite number")
     if not minimum <= float(value) <= maximum:
         raise invalid(name, value, f"must be in [{minimum}, {maximum}]")
+
+
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def require_bool(name: str, value: object) -> None:

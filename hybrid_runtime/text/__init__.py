@@ -1,0 +1,1 @@
+"""From tokens to text: incremental detokenization and stop strings. No torch."""
