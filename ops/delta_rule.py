@@ -85,7 +85,8 @@ def scan_chunks(chunks: DeltaChunks, s0_SHVK: Tensor, layout: RaggedLayout) -> t
     num_chunks = chunks.v_CHQV.shape[0]
     num_states = layout.state_chunk_R.shape[0]
     s_SHVK = s0_SHVK.to(chunks.v_CHQV.dtype)
-    # one row more than states are asked for: the states nobody asked for land there
+    # one row more than states are asked for, where the states nobody asked for land; a state asked for twice is kept
+    # in one of its rows
     states_RHVK = s_SHVK.new_zeros(num_states + 1, *s_SHVK.shape[1:])
     state_of_chunk_C = layout.state_chunk_R.new_full((num_chunks + 1,), num_states)
     state_of_chunk_C[layout.state_chunk_R] = torch.arange(num_states, device=s_SHVK.device)
@@ -102,7 +103,7 @@ def scan_chunks(chunks: DeltaChunks, s0_SHVK: Tensor, layout: RaggedLayout) -> t
         s_SHVK = torch.where(exists_S111, end_SHVK, s_SHVK)
         states_RHVK.index_put_((state_of_chunk_C[chunk_S],), s_SHVK)
     y_LHV = _outputs_of_tokens(ys_SHQV, chunks, layout)
-    return y_LHV, states_RHVK[:num_states]
+    return y_LHV, states_RHVK[state_of_chunk_C[layout.state_chunk_R]]
 
 
 def _outputs_of_tokens(ys_SHQV: list[Tensor], chunks: DeltaChunks, layout: RaggedLayout) -> Tensor:

@@ -1,8 +1,8 @@
 """Kimi delta attention (KDA): the delta rule whose state decays per key channel (Kimi Linear, arXiv 2510.26692).
 
 Shapes: L flat tokens, S sequences, R requested states, B rows, C chunks, Q tokens of a chunk, N sub-blocks of a chunk,
-I tokens of a sub-block, G key heads, H value heads (value head h reads key head h // (H // G)), K key dim, V value dim,
-X the pair (k, q).
+I tokens of a sub-block, J earlier tokens, G key heads, H value heads (value head h reads key head h // (H // G)),
+K key dim, V value dim, X the pair (k, q).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from hybrid_runtime.ops.delta_rule import (
     scan_chunks,
     solve_chunks,
     sums_after,
-    sums_between,
     sums_until,
 )
 from hybrid_runtime.ops.ragged import RaggedLayout, state_dtype_for
@@ -118,20 +117,31 @@ def decayed_scores(k_CHQK: Tensor, q_CHQK: Tensor, log_a_CHQK: Tensor) -> tuple[
 def _scores_within(kq_XCHNIK: Tensor, log_a_CHNIK: Tensor) -> Tensor:
     """`[X, C, H, Q, Q]`, zero outside the sub-blocks on the diagonal."""
     k_CHNIK = kq_XCHNIK[0]
-    reach_CHNIIK = sums_between(log_a_CHNIK).exp() * k_CHNIK[..., None, :, :]
-    scores_XCHIIN = einsum(kq_XCHNIK, reach_CHNIIK, "x c h n i k, c h n i j k -> x c h i j n")
+    sub_size = k_CHNIK.shape[-2]
+    path_CHNJK = k_CHNIK[..., :0, :]
+    rows_XCHNI = []
+    # row by row, so that no tensor has the axes i, j and k at once
+    for i in range(sub_size):
+        path_CHNJK = pad(path_CHNJK + log_a_CHNIK[..., i, None, :], (0, 0, 0, 1))
+        reach_CHNJK = path_CHNJK.exp() * k_CHNIK[..., : i + 1, :]
+        row_XCHNJ = einsum(kq_XCHNIK[..., i, :], reach_CHNJK, "x c h n k, c h n j k -> x c h n j")
+        rows_XCHNI.append(pad(row_XCHNJ, (0, sub_size - 1 - i)))
+    scores_XCHIIN = rearrange(rows_XCHNI, "i x c h n j -> x c h i j n")
     return rearrange(torch.diag_embed(scores_XCHIIN), "x c h i j n m -> x c h (n i) (m j)")
 
 
 def _scores_across(kq_XCHNIK: Tensor, log_a_CHNIK: Tensor) -> Tensor:
     """`[X, C, H, Q, Q]`, zero but for pairs of which j is in an earlier sub-block than i."""
-    k_CHNIK = kq_XCHNIK[0]
-    sub_size = k_CHNIK.shape[-2]
-    until_CHNIK = sums_until(log_a_CHNIK)
-    # at (n, m): the sub-blocks that lie between m and n + 1; -inf where m is not before n + 1
-    whole_CHNMK = sums_between(until_CHNIK[:, :, :-1, -1])
-    reach_CHNMIK = (whole_CHNMK[..., None, :] + sums_after(log_a_CHNIK)[:, :, None, :-1]).exp()
-    k_out_CHNMIK = k_CHNIK[:, :, None, :-1] * reach_CHNMIK
-    kq_in_XCHNIK = kq_XCHNIK[..., 1:, :, :] * until_CHNIK[:, :, 1:].exp()
-    scores_XCHNIQ = einsum(kq_in_XCHNIK, k_out_CHNMIK, "x c h n i k, c h n m j k -> x c h n i m j").flatten(-2)
-    return pad(scores_XCHNIQ, (0, sub_size, 0, 0, 1, 0)).flatten(-3, -2)
+    num_blocks, sub_size = kq_XCHNIK.shape[-3:-1]
+    k_CHQK = kq_XCHNIK[0].flatten(-3, -2)
+    until_CHNIK, after_CHNIK = sums_until(log_a_CHNIK), sums_after(log_a_CHNIK)
+    kq_in_XCHNIK = kq_XCHNIK * until_CHNIK.exp()
+    path_CHJK = k_CHQK[..., :0, :]
+    rows_XCHIQ = [kq_XCHNIK.new_zeros(*kq_XCHNIK.shape[:3], sub_size, num_blocks * sub_size)]
+    for n in range(1, num_blocks):
+        # from behind each earlier token to the start of sub-block n
+        path_CHJK = torch.cat([path_CHJK + until_CHNIK[..., n - 1, -1:, :], after_CHNIK[..., n - 1, :, :]], dim=-2)
+        k_out_CHJK = k_CHQK[..., : n * sub_size, :] * path_CHJK.exp()
+        row_XCHIJ = einsum(kq_in_XCHNIK[..., n, :, :], k_out_CHJK, "x c h i k, c h j k -> x c h i j")
+        rows_XCHIQ.append(pad(row_XCHIJ, (0, (num_blocks - n) * sub_size)))
+    return rearrange(rows_XCHIQ, "n x c h i q -> x c h (n i) q")
