@@ -1,0 +1,103 @@
+"""Feed-forward parts of a block: a gated MLP, and a mixture of such experts.
+
+Shapes: N tokens or rows, D hidden size, F intermediate size, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from hybrid_runtime.models.spec import FeedForwardSpec, MoeSpec, SoftmaxRouterSpec
+from hybrid_runtime.models.weights import FeedForwardWeights, GatedMlpWeights, MoeWeights
+from hybrid_runtime.ops.moe import (
+    Routing,
+    moe_feed_forward,
+    moe_feed_forward_gathered,
+    sigmoid_group_router,
+    softmax_topk_router,
+)
+from hybrid_runtime.ops.ragged import state_dtype_for
+
+
+class FeedForward(ABC):
+    """Maps tokens one by one. Both forms give the same result; `decode` has shapes that no routing changes."""
+
+    @abstractmethod
+    def prefill(self, x_ND: Tensor) -> Tensor:
+        """Output `[N, D]`, in the form for many tokens."""
+
+    @abstractmethod
+    def decode(self, x_ND: Tensor) -> Tensor:
+        """Output `[N, D]`, in the form for few tokens: captured steps need it."""
+
+
+class GatedMlp(FeedForward):
+    def __init__(self, weights: GatedMlpWeights) -> None:
+        self.weights = weights
+
+    def prefill(self, x_ND: Tensor) -> Tensor:
+        maps = self.weights.gate_up
+        gate_NF, up_NF = maps[0](x_ND).chunk(2, dim=-1) if len(maps) == 1 else (maps[0](x_ND), maps[1](x_ND))
+        return self.weights.down(silu(gate_NF) * up_NF)
+
+    def decode(self, x_ND: Tensor) -> Tensor:
+        return self.prefill(x_ND)
+
+
+class MixtureOfExperts(FeedForward):
+    def __init__(self, spec: MoeSpec, weights: MoeWeights) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.shared = None if weights.shared_expert is None else GatedMlp(weights.shared_expert)
+
+    def prefill(self, x_ND: Tensor) -> Tensor:
+        routed_ND = moe_feed_forward(x_ND, *self._route(x_ND), self.weights.gate_up_EFD, self.weights.down_EDF, silu)
+        return self._add_shared(x_ND, routed_ND)
+
+    def decode(self, x_ND: Tensor) -> Tensor:
+        routed_ND = moe_feed_forward_gathered(
+            x_ND, *self._route(x_ND), self.weights.gate_up_EFD, self.weights.down_EDF, silu
+        )
+        return self._add_shared(x_ND, routed_ND)
+
+    def _route(self, x_ND: Tensor) -> Routing:
+        spec, weights = self.spec.router, self.weights
+        if isinstance(spec, SoftmaxRouterSpec):
+            return softmax_topk_router(
+                weights.router(x_ND),
+                spec.top_k,
+                normalize=spec.renormalize,
+                softmax_before_topk=spec.softmax_before_top_k,
+            )
+        # The reference computes these scores in float32 whatever the model's dtype: near-ties decide between experts.
+        dtype = state_dtype_for(x_ND)
+        assert weights.correction_bias_E is not None
+        return sigmoid_group_router(
+            linear(x_ND.to(dtype), weights.router.weight_OI.to(dtype)),
+            weights.correction_bias_E,
+            spec.top_k,
+            num_groups=spec.num_groups,
+            topk_groups=spec.top_k_groups,
+            normalize=spec.renormalize,
+            scaling=spec.scale,
+        )
+
+    def _add_shared(self, x_ND: Tensor, routed_ND: Tensor) -> Tensor:
+        if self.shared is None:
+            return routed_ND
+        shared_ND = self.shared.prefill(x_ND)
+        if self.weights.shared_gate is not None:
+            shared_ND = self.weights.shared_gate(x_ND).sigmoid() * shared_ND
+        return routed_ND + shared_ND
+
+
+def build_feed_forward(spec: FeedForwardSpec, weights: FeedForwardWeights) -> FeedForward:
+    """The part that executes a spec with the given weights."""
+    if isinstance(spec, MoeSpec):
+        assert isinstance(weights, MoeWeights)
+        return MixtureOfExperts(spec, weights)
+    assert isinstance(weights, GatedMlpWeights)
+    return GatedMlp(weights)

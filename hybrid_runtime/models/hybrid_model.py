@@ -1,0 +1,113 @@
+"""A language model as a list of depths over shared weights and pooled memory.
+
+Shapes: L tokens of a prefill, M tokens whose logits are wanted, B rows of a decode, N either of M and B, D hidden size,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory
+from hybrid_runtime.memory.pools import LayerSpec
+from hybrid_runtime.models.block import Block, apply_norm, scale
+from hybrid_runtime.models.mixers import AttentionMixer, Mixer, MixerMemory, RecurrentMixer
+from hybrid_runtime.models.spec import ModelSpec
+from hybrid_runtime.models.weights import ModelWeights
+from hybrid_runtime.ops.ragged import state_dtype_for
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one mixer at one depth finds its memory: the index in its own pool."""
+
+    mixer: Mixer
+    index: int
+
+    def memory(self, memory: StepMemory) -> MixerMemory:
+        layers = memory.kv_layers if isinstance(self.mixer, AttentionMixer) else memory.state_layers
+        return MixerMemory(layers[self.index], memory.req_to_token)
+
+
+class HybridModel:
+    """Executes a `ModelSpec` on given weights, which it shares. Stateless: all memory comes with each call.
+
+    Memory is numbered by depth: the d-th attention of the model (first to last block, branches in order) uses
+    `StepMemory.kv_layers[d]`, the d-th recurrent mixer `StepMemory.state_layers[d]`. Either kind may be absent.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+        self.spec = spec
+        self.weights = weights
+        blocks: dict[str, Block] = {}
+        for depth, block_spec in enumerate(spec.blocks):
+            key = spec.weights_key(depth)
+            known = blocks.setdefault(key, Block(block_spec, weights.blocks[key]))
+            if known.spec != block_spec:
+                raise ValueError(f"blocks with the shared weights {key!r} have different specs")
+        self.blocks: tuple[Block, ...] = tuple(blocks[spec.weights_key(depth)] for depth in range(len(spec.blocks)))
+        self._attentions: list[AttentionMixer] = []
+        self._recurrents: list[RecurrentMixer] = []
+        self._places = tuple(tuple(self._place(mixer) for mixer in block.mixers) for block in self.blocks)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the residual stream."""
+        return self.weights.embedding_VD.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding_VD.device
+
+    def kv_layers(self, dtype: torch.dtype | None = None) -> tuple[LayerSpec, ...]:
+        """What one KV slot holds, per attention depth; `dtype` of the KV pool (default: the model's)."""
+        return tuple(mixer.kv_tensors(dtype or self.dtype) for mixer in self._attentions)
+
+    def state_layers(self, state_dtype: torch.dtype | None = None) -> tuple[LayerSpec, ...]:
+        """What one state slot holds, per recurrent depth: conv windows in the model's dtype, states in `state_dtype`
+        (default: float32, or float64 for a float64 model).
+        """
+        state_dtype = state_dtype or state_dtype_for(self.weights.embedding_VD)
+        return tuple(mixer.state_tensors(self.dtype, state_dtype) for mixer in self._recurrents)
+
+    @torch.no_grad()
+    def prefill(self, inputs: PrefillInputs, memory: StepMemory) -> Tensor:
+        """Runs a ragged prefill: writes K and V of its tokens and the requested states to the pools in `memory`.
+
+        Returns the logits `[M, V]` at `inputs.logits_tokens_M`, float32 (float64 for a float64 model).
+        """
+        x_LD = self._embed(inputs.token_ids_L)
+        for block, places in zip(self.blocks, self._places, strict=True):
+            x_LD = block.prefill(x_LD, inputs, [place.memory(memory) for place in places])
+        return self._logits(x_LD[inputs.logits_tokens_M])
+
+    @torch.no_grad()
+    def decode(self, inputs: DecodeInputs, memory: StepMemory) -> Tensor:
+        """Advances every row by one token: writes its K and V, and updates its state, in the pools in `memory`.
+
+        Returns the logits `[B, V]`, float32 (float64 for a float64 model); those of padding rows mean nothing.
+        """
+        x_BD = self._embed(inputs.token_ids_B)
+        for block, places in zip(self.blocks, self._places, strict=True):
+            x_BD = block.decode(x_BD, inputs, [place.memory(memory) for place in places])
+        return self._logits(x_BD)
+
+    def _place(self, mixer: Mixer) -> _Place:
+        if isinstance(mixer, AttentionMixer):
+            self._attentions.append(mixer)
+            return _Place(mixer, len(self._attentions) - 1)
+        assert isinstance(mixer, RecurrentMixer)
+        self._recurrents.append(mixer)
+        return _Place(mixer, len(self._recurrents) - 1)
+
+    def _embed(self, token_ids_N: Tensor) -> Tensor:
+        return scale(embedding(token_ids_N, self.weights.embedding_VD), self.spec.embedding_multiplier)
+
+    def _logits(self, x_ND: Tensor) -> Tensor:
+        normed_ND = apply_norm(x_ND, self.spec.final_norm, self.weights.final_norm_D)
+        logits_NV = self.weights.lm_head(normed_ND)
+        return scale(logits_NV.to(state_dtype_for(logits_NV)), self.spec.logits_multiplier)

@@ -1,0 +1,122 @@
+"""Grouped-query attention over the KV pool: optional rotary positions, query and key norms, output gate, window.
+
+Shapes: N tokens or rows (L in prefill, B in decode), D hidden size, H query heads, G KV heads, K head dim, V value dim,
+F rotary frequencies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs
+from hybrid_runtime.memory.pools import LayerSpec, TensorSpec
+from hybrid_runtime.models.mixers.base import AttentionMixer, MixerMemory, write_slots
+from hybrid_runtime.models.spec import AttentionSpec
+from hybrid_runtime.models.weights import Linear
+from hybrid_runtime.ops.attention import decode_attention, prefill_attention
+from hybrid_runtime.ops.norms import rms_norm
+from hybrid_runtime.ops.rope import apply_rope, rope_cos_sin
+
+KEY, VALUE = "k", "v"
+Rotation = tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """`query` yields, per head, the query and then the output gate, where the spec has one."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    query_norm_K: Tensor | None = None
+    key_norm_K: Tensor | None = None
+    inv_freq_F: Tensor | None = None
+
+
+class GqaMixer(AttentionMixer):
+    """KV: `k` `[G, K]` after norm and rotation, `v` `[G, V]`."""
+
+    def __init__(self, spec: AttentionSpec, weights: AttentionWeights) -> None:
+        self.spec = spec
+        self.weights = weights
+
+    def kv_tensors(self, dtype: torch.dtype) -> LayerSpec:
+        spec = self.spec
+        return {
+            KEY: TensorSpec((spec.num_kv_heads, spec.head_dim), dtype),
+            VALUE: TensorSpec((spec.num_kv_heads, spec.value_dim), dtype),
+        }
+
+    def prefill(self, x_LD: Tensor, inputs: PrefillInputs, memory: MixerMemory) -> Tensor:
+        rotation = self._rotation(inputs.positions_L, x_LD.dtype)
+        query_LHK, gate_LHV = self._query(x_LD, rotation)
+        self._write_kv(x_LD, rotation, inputs.kv_slots_L, memory)
+        y_LHV = prefill_attention(
+            query_LHK,
+            memory.tensors[KEY],
+            memory.tensors[VALUE],
+            memory.req_to_token,
+            inputs.request_rows_S,
+            inputs.context_lens,
+            inputs.layout,
+            scale=self.spec.scale,
+            window=self.spec.window,
+        )
+        return self._output(y_LHV, gate_LHV, x_LD.dtype)
+
+    def decode(self, x_BD: Tensor, inputs: DecodeInputs, memory: MixerMemory) -> Tensor:
+        rotation = self._rotation(inputs.positions_B, x_BD.dtype)
+        query_BHK, gate_BHV = self._query(x_BD, rotation)
+        self._write_kv(x_BD, rotation, inputs.kv_slots_B, memory)
+        y_BHV = decode_attention(
+            query_BHK,
+            memory.tensors[KEY],
+            memory.tensors[VALUE],
+            memory.req_to_token,
+            inputs.request_rows_B,
+            inputs.context_lens_B,
+            inputs.max_context_len,
+            scale=self.spec.scale,
+            window=self.spec.window,
+        )
+        return self._output(y_BHV, gate_BHV, x_BD.dtype)
+
+    def _rotation(self, positions_N: Tensor, dtype: torch.dtype) -> Rotation:
+        """Cosines and sines for the given positions; None without rotary positions."""
+        rope = self.spec.rope
+        if rope is None:
+            return None
+        assert self.weights.inv_freq_F is not None
+        return rope_cos_sin(positions_N, self.weights.inv_freq_F, rope.attention_scaling, dtype)
+
+    def _query(self, x_ND: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor | None]:
+        spec = self.spec
+        query_NHK = rearrange(self.weights.query(x_ND), "n (h k) -> n h k", h=spec.num_heads)
+        gate_NHV = None
+        if spec.output_gate:
+            query_NHK, gate_NHV = query_NHK.split([spec.head_dim, spec.value_dim], dim=-1)
+        return self._norm_and_rotate(query_NHK, self.weights.query_norm_K, rotation), gate_NHV
+
+    def _write_kv(self, x_ND: Tensor, rotation: Rotation, kv_slots_N: Tensor, memory: MixerMemory) -> None:
+        weights, num_kv_heads = self.weights, self.spec.num_kv_heads
+        key_NGK = rearrange(weights.key(x_ND), "n (g k) -> n g k", g=num_kv_heads)
+        key_NGK = self._norm_and_rotate(key_NGK, weights.key_norm_K, rotation)
+        value_NGV = rearrange(weights.value(x_ND), "n (g v) -> n g v", g=num_kv_heads)
+        write_slots(memory.tensors[KEY], kv_slots_N, key_NGK)
+        write_slots(memory.tensors[VALUE], kv_slots_N, value_NGV)
+
+    def _norm_and_rotate(self, x_NHK: Tensor, norm_K: Tensor | None, rotation: Rotation) -> Tensor:
+        if norm_K is not None:
+            assert self.spec.qk_norm is not None
+            x_NHK = rms_norm(x_NHK, norm_K, self.spec.qk_norm.eps, offset=self.spec.qk_norm.offset)
+        return x_NHK if rotation is None else apply_rope(x_NHK, *rotation)
+
+    def _output(self, y_NHV: Tensor, gate_NHV: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if gate_NHV is not None:
+            y_NHV = y_NHV * gate_NHV.sigmoid()
+        return self.weights.output(rearrange(y_NHV, "n h v -> n (h v)").to(dtype))
