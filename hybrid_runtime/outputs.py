@@ -31,7 +31,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None  # None without `logprobs`
     logprobs: list[TokenLogprobs] | None = None  # one entry per token of `token_ids`
     finish_reason: FinishReason | None = None  # None while the sample goes on
-    stop_reason: int | str | None = None  # the stop token id or stop string; None for the end-of-sequence token
+    stop_reason: int | str | None = None  # the stop token id or stop string, or an error's message
 
     @property
     def finished(self) -> bool:

@@ -1,0 +1,37 @@
+# The environment is made on first use; `make demo` and `make test` are all a fresh clone needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint format test-long train-tiny clean
+
+demo: $(INSTALLED)  ## generate on the bundled model, cold and warm
+	$(BIN)/python -m hybrid_runtime.demo
+
+test: $(INSTALLED)  ## the whole test suite, quick profile
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## what CI checks beside the tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+test-long: $(INSTALLED)  ## the property tests with thousands of examples: hours
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m property --timeout 0
+
+train-tiny: $(INSTALLED)  ## train the bundled checkpoint from scratch: over an hour
+	$(BIN)/python -m hybrid_runtime.training
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test,lint]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,76 @@
+"""Everything that holds tokens and states: pools, allocators, request table, prefix cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hybrid_runtime.cache.radix_cache import RadixCache
+from hybrid_runtime.graphs.step_inputs import StepMemory
+from hybrid_runtime.memory.allocator import SlotAllocator
+from hybrid_runtime.memory.plan import MemoryPlan
+from hybrid_runtime.memory.pools import LayerSpec, Pool
+from hybrid_runtime.memory.request_table import RequestTable
+from hybrid_runtime.memory.supply import SlotSupply
+from hybrid_runtime.scheduling.request import Request
+
+
+class EngineMemory:
+    """Allocates what a `MemoryPlan` says, on one device."""
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        kv_layers: tuple[LayerSpec, ...],
+        state_layers: tuple[LayerSpec, ...],
+        *,
+        max_num_seqs: int,
+        eviction: str,
+        device: torch.device,
+    ) -> None:
+        self.kv_pool = Pool(kv_layers, plan.num_kv_slots, device)
+        self.state_pool = Pool(state_layers, plan.num_state_slots, device)
+        self.cache = RadixCache(eviction)
+        self.supply = SlotSupply(SlotAllocator(plan.num_kv_slots), SlotAllocator(plan.num_state_slots), self.cache)
+        self.table = RequestTable(max_num_seqs, plan.max_model_len)
+        # On a CPU the device's table is the host's: nothing to load.
+        host_table = torch.from_numpy(self.table.slots)
+        self._table_is_shared = device.type == "cpu"
+        self.device_table = host_table if self._table_is_shared else host_table.to(device)
+        self.step_memory = StepMemory(self.kv_pool.layers, self.state_pool.layers, self.device_table)
+
+    def load_table(self) -> None:
+        """Brings what was written to the request table since the last call to the device."""
+        for write in self.table.take_writes():
+            if not self._table_is_shared:
+                columns = slice(write.start, write.stop)
+                self.device_table[write.row, columns] = torch.from_numpy(self.table.slots[write.row, columns])
+
+    def free(self) -> None:
+        """Gives the pools' memory back; nothing can run afterwards."""
+        self.kv_pool.layers = self.state_pool.layers = ()
+        self.step_memory = StepMemory((), (), torch.empty(0, 0, dtype=torch.int32))
+
+    def check(self, running: list[Request]) -> None:
+        """Asserts that every slot of both pools has exactly one owner: a free list, the tree, or a running request.
+
+        Valid between steps. O(slots + tokens in the tree); raises AssertionError.
+        """
+        self.cache.check()
+        kv_owners = [self.supply.kv.free_slots(), self.cache.owned_kv_slots()]
+        state_owners = [self.supply.states.free_slots(), self.cache.owned_state_slots()]
+        for request in running:
+            residence = request.resident
+            kv_owners.append(self.table.slots[residence.row, residence.protected_length : residence.num_kv_slots])
+            state_owners.append(np.array([residence.working_slot], dtype=np.int32))
+        for name, owners, total in (
+            ("KV", kv_owners, self.supply.kv.num_slots),
+            ("state", state_owners, self.supply.states.num_slots),
+        ):
+            owned = np.sort(np.concatenate(owners))
+            sizes = [len(slots) for slots in owners]
+            assert np.array_equal(owned, np.arange(1, total + 1)), (
+                f"{name} slots are not each owned once: {sizes[0]} free + {sizes[1]} in the tree + {sizes[2:]} of "
+                f"requests, {total} in all"
+            )
+        assert self.table.num_free_rows + len(running) == len(self.table.slots) - 1, "rows of the table are lost"

@@ -1,0 +1,80 @@
+"""What users may pass as prompts, checked and turned into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+from hybrid_runtime.engine.request_group import Prompt
+
+PromptLike = str | Sequence[int]
+
+
+def split_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
+    """One prompt or several, as a list: a string or a sequence of integers is one prompt.
+
+    Raises ValueError if there is none.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not _is_sequence(prompts):
+        raise ValueError(f"prompts must be a string, token ids, or a list of either, not {prompts!r}")
+    if len(prompts) == 0:
+        raise ValueError(f"prompts is empty: {prompts!r}")
+    if all(_is_token_id(item) for item in prompts):
+        return [prompts]  # type: ignore[list-item]  # every item is an integer
+    return list(prompts)  # type: ignore[arg-type]  # each is checked by encode_prompt
+
+
+class PromptEncoder:
+    """Checks prompts against a model's limits, and encodes those that are text."""
+
+    def __init__(self, tokenizer: Any | None, *, vocab_size: int, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+
+    def encode(self, prompt: PromptLike) -> Prompt:
+        """Token ids of a prompt, with its text if it has one.
+
+        Raises ValueError for a prompt that is neither text nor token ids, is empty, names a token outside the
+        vocabulary, is text without a tokenizer, or leaves no room for an output token.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self._encode_text(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
+        if not token_ids:
+            raise ValueError(f"the prompt is empty: {prompt!r}")
+        if len(token_ids) >= self._max_model_len:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, but with max_model_len={self._max_model_len} at most "
+                f"{self._max_model_len - 1} leave room for an output token"
+            )
+        return Prompt(token_ids, text)
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        if self._tokenizer is None:
+            raise ValueError(f"a tokenizer is needed for the text prompt {_shorten(text)}: pass tokenizer=, or token ids")
+        return tuple(self._tokenizer(text)["input_ids"])
+
+    def _check_ids(self, prompt: PromptLike) -> tuple[int, ...]:
+        if not _is_sequence(prompt):
+            raise ValueError(f"a prompt must be a string or a sequence of token ids, not {prompt!r}")
+        for token_id in prompt:
+            if not _is_token_id(token_id):
+                raise ValueError(f"a prompt's token ids must be integers, not {token_id!r}")
+            if not 0 <= int(token_id) < self._vocab_size:
+                raise ValueError(f"token id {token_id} of a prompt is outside the vocabulary 0..{self._vocab_size - 1}")
+        return tuple(int(token_id) for token_id in prompt)
+
+
+def _is_sequence(value: object) -> bool:
+    return hasattr(value, "__len__") and hasattr(value, "__iter__") and not isinstance(value, bytes | dict | set)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")

@@ -1,0 +1,57 @@
+"""The table that maps each position of each running request to its KV slot. No torch: the engine mirrors it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_runtime.errors import PoolExhausted
+
+
+@dataclass(frozen=True)
+class TableWrite:
+    """Columns `[start, stop)` of `row` were written since the last `take_writes`."""
+
+    row: int
+    start: int
+    stop: int
+
+
+class RequestTable:
+    """Host copy of `req_to_token`, int32 `[max_num_seqs + 1, max_model_len]`. Row 0 is for padding and holds slot 0.
+
+    Entries behind a request's last slot are stale; readers go by lengths.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        self.slots: NDArray[np.int32] = np.zeros((max_num_seqs + 1, max_model_len), dtype=np.int32)
+        self._free_rows = list(range(max_num_seqs, 0, -1))
+        self._writes: list[TableWrite] = []
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def allocate_row(self) -> int:
+        """A row of its own for a request. Raises PoolExhausted when all are taken."""
+        if not self._free_rows:
+            raise PoolExhausted(f"all {len(self.slots) - 1} rows of the request table are taken")
+        return self._free_rows.pop()
+
+    def release_row(self, row: int) -> None:
+        if not 0 < row < len(self.slots) or row in self._free_rows:
+            raise ValueError(f"row {row} is not allocated")
+        self._free_rows.append(row)
+
+    def write(self, row: int, start: int, slots: NDArray[np.int32]) -> None:
+        """Sets the KV slots of positions `start, start + 1, ...` of the request in `row`."""
+        if len(slots):
+            self.slots[row, start : start + len(slots)] = slots
+            self._writes.append(TableWrite(row, start, start + len(slots)))
+
+    def take_writes(self) -> list[TableWrite]:
+        """What was written since the last call, for the device's mirror."""
+        writes, self._writes = self._writes, []
+        return writes

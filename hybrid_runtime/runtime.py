@@ -1,0 +1,316 @@
+"""`HybridRuntime`: the public face of the engine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hybrid_runtime.cache.radix_cache import RadixCache
+from hybrid_runtime.config import RuntimeConfig, invalid, require_int
+from hybrid_runtime.engine.completion import Completion
+from hybrid_runtime.engine.engine import Engine
+from hybrid_runtime.engine.memory import EngineMemory
+from hybrid_runtime.engine.prompts import PromptEncoder, PromptLike, split_prompts
+from hybrid_runtime.engine.request_group import Prompt, RequestGroup
+from hybrid_runtime.engine.runner import ModelRunner
+from hybrid_runtime.engine.stats import collect_stats
+from hybrid_runtime.memory.available import available_bytes
+from hybrid_runtime.memory.plan import MemoryPlan, plan_memory
+from hybrid_runtime.models.hybrid_model import HybridModel
+from hybrid_runtime.models.loading import load_model
+from hybrid_runtime.outputs import RequestOutput, RuntimeStats
+from hybrid_runtime.sampling_params import SamplingParams
+from hybrid_runtime.scheduling.request import Request, TokenBuffer
+from hybrid_runtime.scheduling.residency import Residency
+from hybrid_runtime.scheduling.scheduler import Scheduler
+
+
+class HybridRuntime:
+    """Serves many requests at once on one hybrid model, reusing common prefixes of KV and recurrent states.
+
+    `model`: a transformers model in memory (its parameters are shared, not copied), a checkpoint folder or hub id, or
+    "tiny", the bundled checkpoint. `tokenizer`: a transformers tokenizer; by default the checkpoint's. `overrides` are
+    fields of `RuntimeConfig`. Not safe for use from several threads at once.
+
+    Raises ValueError for a wrong option or for pools that do not fit, UnsupportedModelError for an unknown
+    architecture, FileNotFoundError for a missing folder.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str | os.PathLike[str],
+        config: RuntimeConfig | None = None,
+        *,
+        tokenizer: Any | None = None,
+        **overrides: Any,
+    ) -> None:
+        self.config = RuntimeConfig.with_overrides(config, overrides)
+        dtype = None if self.config.dtype is None else getattr(torch, self.config.dtype)
+        loaded = load_model(model, dtype, _device(self.config.device))
+        self.model = loaded.hybrid_model
+        self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
+        self.plan, self._engine = _build_engine(self.config, self.model, self.tokenizer)
+        self._eos_token_ids = frozenset(loaded.eos_token_ids)
+        self._encoder = PromptEncoder(
+            self.tokenizer, vocab_size=self.model.spec.vocab_size, max_model_len=self.plan.max_model_len
+        )
+        self._seeds = np.random.default_rng(self.config.seed)
+        self._ids = itertools.count()
+        self._arrivals = itertools.count()
+        self._driven: set[str] = set()  # unfinished requests whose outputs `step()` delivers
+        self._undelivered: dict[str, RequestGroup] = {}  # of those, what came up while another call drove the loop
+        self._is_closed = False
+
+    # Whole requests.
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        **sampling: Any,
+    ) -> list[RequestOutput]:
+        """Completes prompts; returns their outputs in order.
+
+        `prompts`: a string, a list of token ids, or a list of either. `sampling_params`: one for all, or one per
+        prompt; `sampling` replaces fields of it (`max_new_tokens` is another name of `max_tokens`). `use_tqdm` shows a
+        progress bar. Requests that were added before run along; their outputs are kept for the next `step()`.
+
+        Raises ValueError for bad input before anything is queued. An interrupt aborts these requests.
+        """
+        self._require_open()
+        split = split_prompts(prompts)
+        params = _params_per_prompt(sampling_params, len(split), sampling)
+        encoded = [self._check(prompt, each) for prompt, each in zip(split, params, strict=True)]
+        groups = [self._queue(prompt, each) for prompt, each in zip(encoded, params, strict=True)]
+        try:
+            with tqdm(total=len(groups), desc="requests", unit="request", disable=not use_tqdm) as bar:
+                while num_left := sum(not group.finished for group in groups):
+                    bar.update(len(groups) - num_left - bar.n)
+                    self._advance()
+                bar.update(len(groups) - bar.n)
+        finally:
+            self._abandon(groups)
+        return [group.output() for group in groups]
+
+    def stream(
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None, **sampling: Any
+    ) -> Iterator[RequestOutput]:
+        """Completes one prompt; yields an output per step that brought something, each holding only what is new.
+
+        Bad input raises ValueError here; the request is queued when the first item is asked for. Closing the iterator
+        aborts the request.
+        """
+        self._require_open()
+        params = SamplingParams.from_kwargs(sampling_params, sampling)
+        return self._stream(self._check(prompt, params), params)
+
+    # The engine loop, for those who drive it.
+
+    def add_request(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        **sampling: Any,
+    ) -> str:
+        """Queues one request; returns its id. A lower `priority` value is served earlier.
+
+        Raises ValueError for bad input, and for an id that an unfinished or undelivered request has.
+        """
+        self._require_open()
+        params = SamplingParams.from_kwargs(sampling_params, sampling)
+        require_int("priority", priority, minimum=-(2**63), maximum=2**63 - 1)
+        if request_id is not None:
+            if not isinstance(request_id, str) or not request_id:
+                raise invalid("request_id", request_id, "must be a non-empty string")
+            if self._is_known(request_id):
+                raise ValueError(f"request_id {request_id!r} is in use already")
+        group = self._queue(self._check(prompt, params), params, request_id, priority)
+        self._driven.add(group.request_id)
+        return group.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """One engine iteration; returns every request that has something new, with everything it has so far."""
+        self._require_open()
+        self._advance()
+        groups, self._undelivered = list(self._undelivered.values()), {}
+        self._driven -= {group.request_id for group in groups if group.finished}
+        return [group.output() for group in groups]
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at any moment; what it computed stays in the cache.
+
+        The next `step()` delivers it with `finish_reason="abort"`. An id that no unfinished request has is ignored.
+        """
+        self._require_open()
+        self._engine.abort(request_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step()` has something to do or to deliver."""
+        return self._engine.has_unfinished or bool(self._undelivered)
+
+    # Cache and counters.
+
+    @property
+    def prefix_cache(self) -> RadixCache:
+        """The tree of cached prefixes; to look at, not to change."""
+        return self._engine.memory.cache
+
+    def reset_prefix_cache(self) -> None:
+        """Empties the prefix cache. Raises RuntimeError while requests are running."""
+        self._require_open()
+        if self._engine.scheduler.running:
+            raise RuntimeError(f"{len(self._engine.scheduler.running)} requests are running on the prefix cache")
+        self._engine.memory.supply.release(self.prefix_cache.reset())
+
+    def stats(self) -> RuntimeStats:
+        """Counters of pools, cache and scheduler, now."""
+        return collect_stats(self._engine)
+
+    def close(self) -> None:
+        """Aborts what is unfinished and gives the pools' memory back. May be called any number of times."""
+        if not self._is_closed:
+            self._is_closed = True
+            for request_id in list(self._engine.groups):
+                self._engine.abort(request_id)
+            self._undelivered.clear()
+            self._engine.memory.free()
+
+    def __enter__(self) -> HybridRuntime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self, prompt: PromptLike, params: SamplingParams) -> Prompt:
+        """Everything that can be wrong with a request, found before it is queued."""
+        params.validate_for_vocab(self.model.spec.vocab_size)
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError(f"a tokenizer is needed for stop={params.stop_strings!r}: pass tokenizer=")
+        return self._encoder.encode(prompt)
+
+    def _queue(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
+    ) -> RequestGroup:
+        if request_id is None:
+            request_id = next(name for name in map(str, self._ids) if not self._is_known(name))
+        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
+        limit = self.plan.max_model_len
+        max_len = limit if params.max_tokens is None else min(limit, len(prompt.token_ids) + params.max_tokens)
+        prompt_token_ids = np.array(prompt.token_ids, dtype=np.int32)
+        requests: list[Request] = []
+        completions: list[Completion] = []
+        for index in range(params.n):
+            completion = Completion(
+                index,
+                params,
+                prompt.token_ids,
+                max_output_tokens=max_len - len(prompt.token_ids),
+                eos_token_ids=self._eos_token_ids,
+                tokenizer=self.tokenizer,
+            )
+            request = Request(
+                request_id=request_id,
+                sample_index=index,
+                params=params,
+                tokens=TokenBuffer(prompt_token_ids, max_len),
+                priority=priority,
+                arrival=next(self._arrivals),
+                seed=seed,
+                wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
+                leader=requests[0] if requests else None,
+                forbidden_token_ids=completion.forbidden_token_ids,
+            )
+            completions.append(completion)
+            requests.append(request)
+        group = RequestGroup(request_id, prompt, requests, completions)
+        self._engine.add(group)
+        return group
+
+    def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+        self._require_open()
+        group = self._queue(prompt, params)
+        try:
+            while not group.finished:
+                self._advance()
+                if group.has_news:
+                    yield group.take_delta()
+        finally:
+            self._abandon([group])
+
+    def _advance(self) -> None:
+        """One engine step; keeps what it brought for those who drive the loop."""
+        for group in self._engine.step():
+            if group.request_id in self._driven:
+                self._undelivered[group.request_id] = group
+
+    def _abandon(self, groups: Sequence[RequestGroup]) -> None:
+        for group in groups:
+            if not group.finished:
+                self._engine.abort(group.request_id)
+
+    def _is_known(self, request_id: str) -> bool:
+        return request_id in self._engine.groups or request_id in self._driven
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the runtime is closed")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _params_per_prompt(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int, sampling: dict[str, Any]
+) -> list[SamplingParams]:
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [SamplingParams.from_kwargs(sampling_params, sampling)] * num_prompts
+    if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
+        raise invalid("sampling_params", sampling_params, "must be a SamplingParams, one per prompt, or None")
+    if len(sampling_params) != num_prompts:
+        raise ValueError(f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts")
+    return [SamplingParams.from_kwargs(each, sampling) for each in sampling_params]
+
+
+def _build_engine(config: RuntimeConfig, model: HybridModel, tokenizer: Any | None) -> tuple[MemoryPlan, Engine]:
+    kv_layers = model.kv_layers(None if config.kv_dtype is None else getattr(torch, config.kv_dtype))
+    state_layers = model.state_layers(getattr(torch, config.state_dtype))
+    plan = plan_memory(
+        config,
+        kv_layers,
+        state_layers,
+        model_max_len=model.spec.max_position_embeddings,
+        available_bytes=available_bytes(model.device),
+    )
+    memory = EngineMemory(
+        plan,
+        kv_layers,
+        state_layers,
+        max_num_seqs=config.max_num_seqs,
+        eviction=config.eviction,
+        device=model.device,
+    )
+    residency = Residency(memory.cache, memory.supply, memory.table, enabled=config.enable_prefix_cache)
+    scheduler = Scheduler(
+        residency, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+    )
+    runner = ModelRunner(model, memory)
+    return plan, Engine(scheduler, runner, memory, tokenizer=tokenizer, debug_checks=config.debug_checks)

@@ -1,0 +1,1 @@
+"""Which requests run in the next step, and on which slots. No torch."""

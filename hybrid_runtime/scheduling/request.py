@@ -1,0 +1,140 @@
+"""One scheduled row: a sample of a user's request, its tokens, and the slots it owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_runtime.cache.radix_cache import LockReceipt
+from hybrid_runtime.sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"  # owns nothing
+    RUNNING = "running"  # owns a Residence
+    FINISHED = "finished"
+
+
+class TokenBuffer:
+    """Prompt and output tokens of one request in one int32 array that grows in place."""
+
+    def __init__(self, prompt_token_ids: NDArray[np.int32], max_len: int) -> None:
+        self.prompt_len = len(prompt_token_ids)
+        self._array = np.empty(max(max_len, self.prompt_len), dtype=np.int32)
+        self._array[: self.prompt_len] = prompt_token_ids
+        self._len = self.prompt_len
+
+    def __len__(self) -> int:
+        return self._len
+
+    def append(self, token_id: int) -> None:
+        self._array[self._len] = token_id
+        self._len += 1
+
+    def __getitem__(self, part: slice) -> NDArray[np.int32]:
+        """A view of the tokens there are; no copy."""
+        return self._array[: self._len][part]
+
+    @property
+    def last(self) -> int:
+        return int(self._array[self._len - 1])
+
+    @property
+    def prompt(self) -> NDArray[np.int32]:
+        return self._array[: self.prompt_len]
+
+    @property
+    def output(self) -> NDArray[np.int32]:
+        return self._array[self.prompt_len : self._len]
+
+
+@dataclass
+class Residence:
+    """What a running request owns in the pools, from admission until it ends or is preempted.
+
+    Row `row` of the request table names `num_kv_slots` KV slots: the first `protected_length` are the tree's, kept by
+    `receipt`, the others the request's own. `working_slot` is its state slot. `has_run` is set once a forward on it has
+    been launched; before that its working slot holds nothing worth keeping.
+    """
+
+    row: int
+    working_slot: int
+    receipt: LockReceipt
+    protected_length: int
+    num_kv_slots: int
+    has_run: bool = False
+
+
+@dataclass(frozen=True)
+class PrefixHit:
+    """What the prefix cache had for a request when it was first admitted."""
+
+    num_cached_tokens: int
+    num_kv_matched_tokens: int
+    checkpoint_origin: str | None
+    cache_miss_reason: str | None
+
+
+@dataclass(eq=False)
+class Request:
+    """A row to schedule. `arrival` orders requests of one priority; a lower `priority` value runs earlier.
+
+    `num_computed_tokens` is the number of tokens whose KV and state exist: 0 while waiting. The last token of a
+    request that decodes is not computed yet.
+    """
+
+    request_id: str
+    sample_index: int
+    params: SamplingParams
+    tokens: TokenBuffer
+    priority: int
+    arrival: int
+    seed: int
+    wants_prompt_logprobs: bool = False
+    leader: Request | None = None  # the first sample of the same prompt, where this is another one
+    status: RequestStatus = RequestStatus.WAITING
+    residence: Residence | None = None
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    num_prompt_logits_read: int = 0  # prompt tokens whose logits have been read, if prompt logprobs are wanted
+    prefix_hit: PrefixHit | None = None  # set at the first admission
+    forbidden_token_ids: tuple[int, ...] = ()  # must not be the next token: `min_tokens` is not reached
+    alone_until: int = 0  # a forward that would have computed this many tokens failed: run alone up to there
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key: what comes first is admitted first and preempted last."""
+        return (self.priority, self.arrival)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.tokens) - self.num_computed_tokens
+
+    @property
+    def runs_alone(self) -> bool:
+        return self.num_computed_tokens < self.alone_until
+
+    @property
+    def matchable_tokens(self) -> NDArray[np.int32]:
+        """The tokens to look up. A prompt token whose logits are wanted and not read yet must be computed."""
+        if self.wants_prompt_logprobs and self.num_prompt_logits_read < self.tail_position:
+            return self.tokens[: self.num_prompt_logits_read + 1]
+        return self.tokens[:]
+
+    @property
+    def tail_position(self) -> int:
+        """Length of the tail checkpoint: all prompt tokens but the last."""
+        return self.tokens.prompt_len - 1
+
+    @property
+    def resident(self) -> Residence:
+        """The residence of a request that runs."""
+        assert self.residence is not None, f"request {self.request_id} is {self.status.value}"
+        return self.residence

@@ -1,0 +1,189 @@
+"""Chooses what the next step computes, and on which slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybrid_runtime.cache.results import Checkpoint
+from hybrid_runtime.scheduling.budget import share_budget
+from hybrid_runtime.scheduling.request import Request, RequestStatus
+from hybrid_runtime.scheduling.residency import Admission, Residency
+from hybrid_runtime.scheduling.waiting_queue import WaitingQueue
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Tokens `[start, stop)` of a request. `checkpoint`, if any, is to hold the state at a length in `start+1..stop`."""
+
+    request: Request
+    start: int
+    stop: int
+    checkpoint: Checkpoint | None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its last token's logits give the next token."""
+        return self.stop == self.request.num_tokens
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """One engine iteration: what to do to working slots first, then at most one prefill and one decode forward."""
+
+    admissions: tuple[Admission, ...]
+    prefill: tuple[PrefillChunk, ...]
+    decode: tuple[Request, ...]
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """The requests that a forward of this step works on."""
+        return (*(chunk.request for chunk in self.prefill), *self.decode)
+
+
+class Scheduler:
+    """Continuous batching: decode rows first, then admissions, then prefill chunks within a token budget.
+
+    A request with exactly one uncomputed token is a decode row, whether the token was sampled or is the last of its
+    prompt. Every other resident request prefills.
+    """
+
+    def __init__(self, residency: Residency, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.residency = residency
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+
+    def add(self, request: Request) -> None:
+        """Queues a request that owns nothing."""
+        request.status = RequestStatus.WAITING
+        self.waiting.add(request)
+
+    def schedule(self) -> ScheduledStep:
+        """The next step. Preempts, evicts, admits and takes slots; what it returns must be run or `reset`.
+
+        While some request has to run alone (a forward with it among others failed), steps hold one such request and
+        nothing else, unless none of them can be admitted beside what is resident.
+        """
+        for request in sorted((r for r in (*self.running, *self.waiting) if r.runs_alone), key=lambda r: r.order):
+            step = self._schedule_among([request])
+            if step.requests:
+                return step
+        return self._schedule_among([r for r in (*self.running, *self.waiting) if not r.runs_alone])
+
+    def finish(self, request: Request) -> None:
+        """Ends a request in any status, leaving what it computed in the tree."""
+        self._remove(request)
+        if request.residence is not None:
+            self.residency.donate(request, "final")
+        request.status = RequestStatus.FINISHED
+
+    def drop(self, request: Request) -> None:
+        """Ends a request in any status; nothing of it is kept."""
+        self._remove(request)
+        if request.residence is not None:
+            self.residency.vacate(request)
+        request.status = RequestStatus.FINISHED
+
+    def preempt(self, request: Request) -> None:
+        """Sends a running request back to the queue. What it computed stays in the tree, to resume from."""
+        self.running.remove(request)
+        self.residency.donate(request, "final")
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(request)
+
+    def reset(self, step: ScheduledStep) -> None:
+        """Undoes a step whose forward failed: its requests go back to the queue and resume from the tree.
+
+        No state of theirs is kept, since it may be half written. If there were several, each runs alone until it is
+        past the token at which this step failed.
+        """
+        for chunk in step.prefill:
+            if chunk.checkpoint is not None:
+                self.residency.supply.release_states([chunk.checkpoint.state_slot])
+        if len(step.requests) > 1:
+            for chunk in step.prefill:
+                chunk.request.alone_until = chunk.stop
+            for request in step.decode:
+                request.alone_until = request.num_tokens
+        admitted = (admission.request for admission in step.admissions)
+        for request in dict.fromkeys((*step.requests, *admitted)):
+            self.running.remove(request)
+            self.residency.vacate(request)
+            self.add(request)
+
+    def _schedule_among(self, candidates: Sequence[Request]) -> ScheduledStep:
+        self._supply_decode_slots([r for r in candidates if r.status is RequestStatus.RUNNING])
+        admissions = self._admit([r for r in candidates if r.status is RequestStatus.WAITING])
+        resident = sorted((r for r in candidates if r.status is RequestStatus.RUNNING), key=lambda r: r.order)
+        decode = tuple(request for request in resident if request.num_uncomputed_tokens == 1)
+        prefilling = [request for request in resident if request.num_uncomputed_tokens > 1]
+        shares = share_budget(self.max_num_batched_tokens, [r.num_uncomputed_tokens for r in prefilling])
+        prefill = tuple(
+            self._cut_chunk(request, share) for request, share in zip(prefilling, shares, strict=True) if share
+        )
+        return ScheduledStep(admissions, prefill, decode)
+
+    def _supply_decode_slots(self, candidates: Sequence[Request]) -> None:
+        """One KV slot for each row that has none left, preempting others where the pool cannot give them all."""
+
+        def short() -> list[Request]:
+            return [
+                request
+                for request in candidates
+                if request.residence is not None and request.residence.num_kv_slots == request.num_computed_tokens
+            ]
+
+        while len(short()) and not self.residency.supply.can_supply(len(short()), 0):
+            assert len(self.running) > 1, "one request alone must fit: the memory plan checks it"
+            self.preempt(max(self.running, key=lambda request: request.order))
+        requests = short()
+        for request, slot in zip(requests, self.residency.supply.take_kv(len(requests)), strict=True):
+            self.residency.extend(request, slot.reshape(1))
+
+    def _admit(self, candidates: Sequence[Request]) -> tuple[Admission, ...]:
+        """Admits in order until one does not fit: a large request is not overtaken for ever by small ones."""
+        admissions: list[Admission] = []
+        for request in sorted(candidates, key=lambda r: r.order):
+            if self._waits_for_leader(request):
+                continue
+            num_prefilling = sum(r.num_uncomputed_tokens > 1 for r in self.running)
+            if len(self.running) == self.max_num_seqs or num_prefilling >= self.max_num_batched_tokens:
+                break
+            # Each running row will want a slot soon: admitting into the last ones would only bring a preemption.
+            admission = self.residency.admit(request, headroom=len(self.running))
+            if admission is None and not self.running:
+                admission = self.residency.admit_unmatched(request)
+            if admission is None:
+                break
+            self.waiting.remove(request)
+            self.running.append(request)
+            admissions.append(admission)
+        return tuple(admissions)
+
+    def _waits_for_leader(self, request: Request) -> bool:
+        """Another sample of a prompt waits until the first has left the tail checkpoint that it will resume from."""
+        leader = request.leader
+        return (
+            leader is not None
+            and self.residency.enabled
+            and leader.status is not RequestStatus.FINISHED
+            and leader.num_computed_tokens < leader.tail_position
+        )
+
+    def _cut_chunk(self, request: Request, num_tokens: int) -> PrefillChunk:
+        start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+        checkpoint = None
+        if self.residency.enabled and start < request.tail_position <= stop:
+            slot = self.residency.take_checkpoint_slot()
+            checkpoint = None if slot is None else Checkpoint(request.tail_position, slot, "tail")
+        return PrefillChunk(request, start, stop, checkpoint)
+
+    def _remove(self, request: Request) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request.status is RequestStatus.WAITING:
+            self.waiting.remove(request)
