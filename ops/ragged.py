@@ -51,9 +51,9 @@ class RaggedLayout:
     ) -> RaggedLayout:
         """Layout of sequences of the given `lengths`, laid one behind the other from index 0.
 
-        `state_positions[s]`: strictly ascending token counts in `1..lengths[s]` after which the state of sequence s
-        is wanted; the requested states are numbered in this order, sequence by sequence. None asks for the state at
-        the end of every sequence. `num_tokens` (default: the sum of lengths) may be larger, for padding.
+        `state_positions[s]`: ascending token counts in `1..lengths[s]` after which the state of sequence s is wanted;
+        the requested states are numbered in this order, sequence by sequence; a position named twice is returned
+        twice (for two destinations). None asks for the state at the end of every sequence. `num_tokens` (default: the sum of lengths) may be larger, for padding.
 
         Raises ValueError for a length below 1, a position out of order or range, or a `num_tokens` that is too small.
         """
@@ -66,18 +66,21 @@ class RaggedLayout:
         if num_tokens < total:
             raise ValueError(f"num_tokens={num_tokens} is less than the {total} tokens of all sequences")
 
-        starts, chunks, sequence_chunks = [], [], []
-        state_sequence, state_length, state_chunk = [], [], []
+        starts: list[int] = []
+        chunks: list[tuple[int, int]] = []  # first token and number of tokens
+        sequence_chunks: list[list[int]] = []
+        state_sequence: list[int] = []
+        state_length: list[int] = []
+        state_chunk: list[int] = []
         start = 0
         for sequence, (length, positions) in enumerate(zip(lengths, state_positions, strict=True)):
             if length < 1:
                 raise ValueError(f"sequence {sequence} has length {length}; it must be at least 1")
-            if any(b <= a for a, b in zip([0, *positions], positions, strict=False)) or (
-                positions and positions[-1] > length
-            ):
-                raise ValueError(f"state positions {list(positions)} are not strictly ascending in 1..{length}")
+            if list(positions) != sorted(positions) or (positions and not 1 <= positions[0] <= positions[-1] <= length):
+                raise ValueError(f"state positions {list(positions)} are not ascending in 1..{length}")
             starts.append(start)
-            own, begin = [], 0
+            own: list[int] = []
+            begin = 0
             for end in [*positions, *([] if positions and positions[-1] == length else [length])]:
                 while begin < end:
                     size = min(chunk_size, end - begin)

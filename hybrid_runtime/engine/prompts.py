@@ -54,7 +54,9 @@ class PromptEncoder:
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         if self._tokenizer is None:
-            raise ValueError(f"a tokenizer is needed for the text prompt {_shorten(text)}: pass tokenizer=, or token ids")
+            raise ValueError(
+                f"a tokenizer is needed for the text prompt {_shorten(text)}: pass tokenizer=, or token ids"
+            )
         return tuple(self._tokenizer(text)["input_ids"])
 
     def _check_ids(self, prompt: PromptLike) -> tuple[int, ...]:

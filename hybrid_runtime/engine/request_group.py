@@ -21,9 +21,7 @@ class Prompt:
 class RequestGroup:
     """The samples of one request with what their user gets to see. `requests[i]` is the row of `completions[i]`."""
 
-    def __init__(
-        self, request_id: str, prompt: Prompt, requests: list[Request], completions: list[Completion]
-    ) -> None:
+    def __init__(self, request_id: str, prompt: Prompt, requests: list[Request], completions: list[Completion]) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.requests = requests

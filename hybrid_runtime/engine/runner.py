@@ -113,11 +113,10 @@ class ModelRunner:
         if result.logprobs is not None:
             wanted = [request.params.logprobs for request in requests]
             ranked = _ranked(result.logprobs, [count or 0 for count in wanted])
-            logprobs = [
-                entry if count is not None else None for entry, count in zip(ranked, wanted, strict=True)
-            ]
+            logprobs = [entry if count is not None else None for entry, count in zip(ranked, wanted, strict=True)]
         return [
-            SampledToken(*fields) for fields in zip(requests, result.token_ids_B.tolist(), logprobs, is_valid, strict=True)
+            SampledToken(*fields)
+            for fields in zip(requests, result.token_ids_B.tolist(), logprobs, is_valid, strict=True)
         ]
 
     def _working_slots(self, admissions: Sequence[Admission]) -> Tensor:

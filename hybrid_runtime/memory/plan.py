@@ -49,7 +49,9 @@ def plan_memory(
     what is asked for does not fit in memory.
     """
     if config.max_model_len is not None and config.max_model_len > model_max_len:
-        raise ValueError(f"max_model_len={config.max_model_len} is more than the model's limit of {model_max_len} tokens")
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is more than the model's limit of {model_max_len} tokens"
+        )
     kv_bytes, state_bytes = bytes_per_slot(kv_layers), bytes_per_slot(state_layers)
     limit = available_bytes if config.memory_bytes is None else config.memory_bytes
 

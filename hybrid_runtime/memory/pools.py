@@ -1,4 +1,4 @@
-"""The device tensors that slots index: one KV pool over all attention layers, one state pool over all recurrent ones."""
+"""The device tensors that slots index: a KV pool over all attention layers, a state pool over all recurrent ones."""
 
 from __future__ import annotations
 

@@ -5,18 +5,21 @@ Shapes: B rows, V tokens of the vocabulary, E single logits that are changed.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hybrid_runtime.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
+TokenIds = Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class SamplingRow:
     """What decides the next token of one row, besides its logits."""
 
@@ -24,8 +27,8 @@ class SamplingRow:
     seed: int  # the request's, or one that the caller drew from the runtime's
     sample_index: int  # which of the request's `n` samples
     position: int  # absolute position of the token to be chosen
-    prompt_token_ids: Sequence[int] = ()  # read only where a repetition penalty asks for them
-    output_token_ids: Sequence[int] = ()  # read only where a penalty asks for them
+    prompt_token_ids: Iterable[int] = ()  # read only where a repetition penalty asks for them
+    output_token_ids: Iterable[int] = ()  # read only where a penalty asks for them
     forbidden_token_ids: Sequence[int] = ()  # end and stop tokens while `min_tokens` is not reached
 
 
@@ -109,10 +112,10 @@ def _build_penalties(rows: Sequence[SamplingRow], vocab_size: int, device: torch
     for row_index, row in enumerate(rows):
         if not _has_penalty(row):
             continue
-        counts = Counter(row.output_token_ids)
-        counts_BV[row_index, list(counts.keys())] = torch.tensor(list(counts.values()), dtype=torch.int32)
+        token_ids, counts = np.unique(np.asarray(row.output_token_ids, np.int64), return_counts=True)
+        counts_BV[row_index, torch.from_numpy(token_ids)] = torch.from_numpy(counts.astype(np.int32))
         if row.params.repetition_penalty != 1:
-            prompt_mask_BV[row_index, list(set(row.prompt_token_ids))] = True
+            prompt_mask_BV[row_index, torch.from_numpy(np.array(row.prompt_token_ids, np.int64))] = True
     return PenaltyInputs(
         _float64([row.params.repetition_penalty for row in rows], device),
         _float64([row.params.presence_penalty for row in rows], device),

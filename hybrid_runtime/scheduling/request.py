@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_runtime.cache.radix_cache import LockReceipt
+from hybrid_runtime.memory.slots import StateSlot
 from hybrid_runtime.sampling_params import SamplingParams
 
 
@@ -61,7 +62,7 @@ class Residence:
     """
 
     row: int
-    working_slot: int
+    working_slot: StateSlot
     receipt: LockReceipt
     protected_length: int
     num_kv_slots: int

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.results import Checkpoint, InsertResult, PrefixMatch
 from hybrid_runtime.memory.request_table import RequestTable
+from hybrid_runtime.memory.slots import StateSlot
 from hybrid_runtime.memory.supply import SlotSupply
 from hybrid_runtime.scheduling.request import PrefixHit, Request, RequestStatus, Residence
 
@@ -74,12 +75,12 @@ class Residency:
         self.table.write(residence.row, residence.num_kv_slots, kv_slots)
         residence.num_kv_slots += len(kv_slots)
 
-    def take_checkpoint_slot(self) -> int | None:
+    def take_checkpoint_slot(self) -> StateSlot | None:
         """A state slot for a checkpoint that is due; None, and counted as skipped, if there is none to be had."""
         if not self.supply.can_supply(0, 1):
             self.num_skipped_checkpoints += 1
             return None
-        return int(self.supply.take_states(1)[0])
+        return StateSlot(int(self.supply.take_states(1)[0]))
 
     def keep_checkpoint(self, request: Request, checkpoint: Checkpoint) -> None:
         """Gives the tree a running request's state at `checkpoint.length`, with the KV up to there.
@@ -121,7 +122,7 @@ class Residency:
             return None
         request.residence = Residence(
             row=self.table.allocate_row(),
-            working_slot=int(self.supply.take_states(1)[0]),
+            working_slot=StateSlot(int(self.supply.take_states(1)[0])),
             receipt=receipt,
             protected_length=match.state_length,
             num_kv_slots=match.state_length,

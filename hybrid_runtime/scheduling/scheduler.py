@@ -14,7 +14,7 @@ from hybrid_runtime.scheduling.waiting_queue import WaitingQueue
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens `[start, stop)` of a request. `checkpoint`, if any, is to hold the state at a length in `start+1..stop`."""
+    """Tokens `[start, stop)` of a request. `checkpoint`, if any, gets the state at a length in `start+1..stop`."""
 
     request: Request
     start: int
