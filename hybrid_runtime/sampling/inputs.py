@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hybrid_runtime.sampling_params import SamplingParams
 
-
 TokenIds = Sequence[int] | np.ndarray
 
 

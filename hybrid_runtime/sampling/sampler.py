@@ -35,7 +35,7 @@ def sample(logits_BV: Tensor, inputs: SamplingInputs) -> SampleResult:
     row no other, it goes on from its raw logits. Mutates nothing and never waits for the device.
     """
     raw_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
-    scores_BV = _apply_bias_and_penalties(raw_BV, inputs)
+    scores_BV = apply_bias_and_penalties(raw_BV, inputs)
     if inputs.random is not None:
         drawn_BV = _perturb(scores_BV, inputs.random)
         scores_BV = torch.where(inputs.random.is_greedy_B[:, None], scores_BV, drawn_BV)
@@ -45,7 +45,8 @@ def sample(logits_BV: Tensor, inputs: SamplingInputs) -> SampleResult:
     return SampleResult(token_ids_B, gather_logprobs(raw_BV, token_ids_B, inputs.num_logprobs))
 
 
-def _apply_bias_and_penalties(raw_BV: Tensor, inputs: SamplingInputs) -> Tensor:
+def apply_bias_and_penalties(raw_BV: Tensor, inputs: SamplingInputs) -> Tensor:
+    """Raw logits after logit bias, forbidden tokens and penalties; the raw ones of a row where nothing else is left."""
     if inputs.bias is None and inputs.penalties is None:
         return raw_BV
     logits_BV = raw_BV
@@ -59,6 +60,7 @@ def _apply_bias_and_penalties(raw_BV: Tensor, inputs: SamplingInputs) -> Tensor:
 
 def _add_bias(logits_BV: Tensor, bias: BiasInputs) -> Tensor:
     indices = (bias.rows_E, bias.token_ids_E)
+    logits_BV = logits_BV.clamp(max=torch.finfo(logits_BV.dtype).max)  # inf - inf is no number
     return logits_BV.index_put(indices, bias.values_E.to(logits_BV.dtype), accumulate=True)
 
 
@@ -77,7 +79,7 @@ def _penalize(logits_BV: Tensor, penalties: PenaltyInputs) -> Tensor:
 def _perturb(logits_BV: Tensor, random: RandomInputs) -> Tensor:
     """Scores whose maximum is a draw from the filtered softmax(logits / temperature) (the Gumbel-max trick)."""
     dtype, info = logits_BV.dtype, torch.finfo(logits_BV.dtype)
-    logits_BV = logits_BV.clamp(max=info.max)  # inf - inf is no number
+    logits_BV = logits_BV.clamp(max=info.max)  # as above
     peak_B1 = logits_BV.amax(dim=-1, keepdim=True).clamp(min=info.min)
     temperature_B1 = random.temperature_B.to(dtype).clamp(info.tiny, info.max)[:, None]
     # With the maximum at 0 a tiny temperature sends the others to -inf, and nothing to +inf.

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Protocol
 
+import numpy as np
+
 _REPLACEMENT = "\ufffd"  # what a decoder writes in place of bytes that are no character, or not yet
 _NUM_CONTEXT_TOKENS = 6  # of the prompt
 _MAX_PENDING_TOKENS = (
@@ -32,7 +34,7 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: TokenDecoder, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True
+        self, tokenizer: TokenDecoder, prompt_token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
@@ -45,17 +47,29 @@ class IncrementalDetokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         if not text.endswith(_REPLACEMENT):
-            if text == self._out_text:
-                del self._window[self._num_out :]  # a token without text must not displace the context
-                return ""
-            return self._emit(text, len(self._window))
-        if len(self._window) - self._num_out > _MAX_PENDING_TOKENS:
+            if text != self._out_text:
+                return self._emit(text, len(self._window))
+            if self._is_without_effect(token_id):
+                self._window.pop()  # it must not displace the context
+        elif self._num_pending > _MAX_PENDING_TOKENS:
             return self._emit_invalid(text)
         return ""
 
     def finish(self) -> str:
         """The text of the pending tokens, when no more follow: unfinished characters become U+FFFD."""
         return self._emit(self._decode(self._window), len(self._window))
+
+    @property
+    def _num_pending(self) -> int:
+        return len(self._window) - self._num_out
+
+    def _is_without_effect(self, token_id: int) -> bool:
+        """Whether the last token of the window, which gave no text, cannot change the text of the next either.
+
+        At the very front a token that is only a space gives none, yet it is the one whose space is stripped.
+        """
+        is_skipped = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return bool(self._out_text or is_skipped) or self._num_pending > _MAX_PENDING_TOKENS
 
     def _emit(self, text: str, num_tokens: int) -> str:
         """Lets out `text`, the decoding of the window's first `num_tokens`; they become the context of the rest."""
@@ -82,7 +96,7 @@ class IncrementalDetokenizer:
                 return self._emit(front, num_tokens)
         return ""
 
-    def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
+    def _context(self, prompt_token_ids: Sequence[int] | np.ndarray) -> list[int]:
         """The last tokens of the prompt, reaching back until they have some text."""
         num_tokens = _NUM_CONTEXT_TOKENS
         while True:
