@@ -80,7 +80,7 @@ def solve_chunks(scores_kk_CHQQ: Tensor, beta_CHQ: Tensor) -> Tensor:
 def scan_chunks(chunks: DeltaChunks, s0_SHVK: Tensor, layout: RaggedLayout) -> tuple[Tensor, Tensor]:
     """Outputs `[L, H, V]` and the layout's requested states `[R, H, V, K]`, both in the dtype of `chunks`.
 
-    J dependent steps, each over all sequences. A sequence that has no j-th chunk keeps its state.
+    J dependent steps, each over all sequences.
     """
     num_chunks = chunks.v_CHQV.shape[0]
     num_states = layout.state_chunk_R.shape[0]
@@ -92,15 +92,14 @@ def scan_chunks(chunks: DeltaChunks, s0_SHVK: Tensor, layout: RaggedLayout) -> t
     state_of_chunk_C[layout.state_chunk_R] = torch.arange(num_states, device=s_SHVK.device)
     ys_SHQV = []
     for chunk_S in layout.sequence_chunks_SJ.unbind(1):
-        exists_S111 = (chunk_S < num_chunks)[:, None, None, None]
+        # a sequence without a j-th chunk takes any other; it has handed over its last state and output before
         own_S = chunk_S.clamp(max=num_chunks - 1)
         read_SHQV = einsum(chunks.k_in_CHQK[own_S], s_SHVK, "s h q k, s h v k -> s h q v")
         u_SHQV = chunks.solve_CHQQ[own_S] @ (chunks.v_CHQV[own_S] - read_SHQV)
         from_state_SHQV = einsum(chunks.q_in_CHQK[own_S], s_SHVK, "s h q k, s h v k -> s h q v")
         ys_SHQV.append(from_state_SHQV + chunks.scores_CHQQ[own_S] @ u_SHQV)
         update_SHVK = einsum(u_SHQV, chunks.k_out_CHQK[own_S], "s h q v, s h q k -> s h v k")
-        end_SHVK = chunks.decay_CHK[own_S][:, :, None, :] * s_SHVK + update_SHVK
-        s_SHVK = torch.where(exists_S111, end_SHVK, s_SHVK)
+        s_SHVK = chunks.decay_CHK[own_S][:, :, None, :] * s_SHVK + update_SHVK
         states_RHVK.index_put_((state_of_chunk_C[chunk_S],), s_SHVK)
     y_LHV = _outputs_of_tokens(ys_SHQV, chunks, layout)
     return y_LHV, states_RHVK[state_of_chunk_C[layout.state_chunk_R]]
