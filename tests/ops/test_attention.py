@@ -112,7 +112,7 @@ def assert_within_budget(fast: Tensor, plain: Tensor, exact: Tensor, largest_val
 
 @given(batch=batches(), heads=heads, value_dim=st.sampled_from([8, 5]))
 @settings(max_examples=60, deadline=None)
-def test_both_forms_are_the_definition_in_float64(batch: Batch, heads: tuple[int, int], value_dim: int):
+def test_both_forms_are_the_definition_in_float64(batch: Batch, heads: tuple[int, int], value_dim: int) -> None:
     num_heads, num_groups = heads
     k_pool = batch.pool(num_groups, 8, dtype=torch.float64)
     v_pool = batch.pool(num_groups, value_dim, dtype=torch.float64)
@@ -144,7 +144,9 @@ def test_both_forms_are_the_definition_in_float64(batch: Batch, heads: tuple[int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(batch=batches(), heads=heads, value_dim=st.sampled_from([8, 5]))
 @settings(max_examples=40, deadline=None)
-def test_both_forms_keep_the_error_budget(dtype: torch.dtype, batch: Batch, heads: tuple[int, int], value_dim: int):
+def test_both_forms_keep_the_error_budget(
+    dtype: torch.dtype, batch: Batch, heads: tuple[int, int], value_dim: int
+) -> None:
     num_heads, num_groups = heads
     k_pool = batch.pool(num_groups, 8, dtype=dtype)
     v_pool = batch.pool(num_groups, value_dim, dtype=dtype)
@@ -239,7 +241,7 @@ class Latent:
 
 @given(batch=batches(), rope_dim=st.sampled_from([0, 4]))
 @settings(max_examples=40, deadline=None)
-def test_latent_forms_are_the_definition_in_float64(batch: Batch, rope_dim: int):
+def test_latent_forms_are_the_definition_in_float64(batch: Batch, rope_dim: int) -> None:
     latent = Latent.draw(batch, rope_dim, torch.float64)
     expected_LHV = latent.reference(batch, torch.float64)
     num_real = expected_LHV.shape[0]
@@ -255,7 +257,7 @@ def test_latent_forms_are_the_definition_in_float64(batch: Batch, rope_dim: int)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(batch=batches(), rope_dim=st.sampled_from([0, 4]))
 @settings(max_examples=40, deadline=None)
-def test_latent_forms_keep_the_error_budget(dtype: torch.dtype, batch: Batch, rope_dim: int):
+def test_latent_forms_keep_the_error_budget(dtype: torch.dtype, batch: Batch, rope_dim: int) -> None:
     """The plain form rounds the expanded keys and values; the absorbed one the query and the output in latent space."""
     latent = Latent.draw(batch, rope_dim, dtype)
     plain_LHV, exact_LHV = latent.reference(batch, dtype), latent.reference(batch, torch.float64)
@@ -268,7 +270,7 @@ def test_latent_forms_keep_the_error_budget(dtype: torch.dtype, batch: Batch, ro
 
 
 @pytest.mark.parametrize("window", [None, 3, 150])
-def test_queries_in_blocks_are_the_definition(window: int | None):
+def test_queries_in_blocks_are_the_definition(window: int | None) -> None:
     """More queries than a block holds, behind a prefix."""
     length = 2 * attention.QUERY_BLOCK + 5
     generator = torch.Generator().manual_seed(0)
@@ -294,7 +296,7 @@ def test_queries_in_blocks_are_the_definition(window: int | None):
 
 @given(batch=batches(), heads=heads)
 @settings(max_examples=20, deadline=None)
-def test_rows_do_not_see_each_other(batch: Batch, heads: tuple[int, int]):
+def test_rows_do_not_see_each_other(batch: Batch, heads: tuple[int, int]) -> None:
     num_heads, num_groups = heads
     k_pool, v_pool = (batch.pool(num_groups, 8, dtype=torch.float32) for _ in range(2))
     q_LHD = batch.normal(batch.layout.num_tokens, num_heads, 8, dtype=torch.float32)
@@ -318,7 +320,7 @@ def test_rows_do_not_see_each_other(batch: Batch, heads: tuple[int, int]):
 
 @given(batch=batches())
 @settings(max_examples=20, deadline=None)
-def test_a_pool_of_another_dtype_is_cast_on_read(batch: Batch):
+def test_a_pool_of_another_dtype_is_cast_on_read(batch: Batch) -> None:
     k_pool, v_pool = (batch.pool(2, 8, dtype=torch.bfloat16) for _ in range(2))
     q_LHD = batch.normal(batch.layout.num_tokens, 4, 8, dtype=torch.float32)
     results = []

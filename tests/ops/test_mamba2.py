@@ -5,6 +5,7 @@ Shapes: as in `ops/mamba2.py`; U slots of a pool.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,6 +17,8 @@ from torch import Tensor
 from hybrid_runtime.ops.mamba2 import mamba2_chunked, mamba2_recurrent, mamba2_step
 from hybrid_runtime.ops.ragged import RaggedLayout
 
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Form = Callable[..., tuple[Tensor, Tensor]]
 EPS32 = torch.finfo(torch.float32).eps
 
 
@@ -29,9 +32,11 @@ class Case:
     c_LGN: Tensor
     h0_SHPN: Tensor
 
-    def operands(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        tensors = (self.x_LHP, self.dt_LH, self.a_H, self.b_LGN, self.c_LGN, self.h0_SHPN)
-        return tensors if dtype is None else tuple(tensor.to(dtype) for tensor in tensors)
+    def operands(self) -> Operands:
+        return self.x_LHP, self.dt_LH, self.a_H, self.b_LGN, self.c_LGN, self.h0_SHPN
+
+    def double(self) -> Case:
+        return Case(self.layout, *(tensor.double() for tensor in self.operands()))
 
     def absolute(self) -> Case:
         """The case whose results bound what this case's terms add up to in absolute value."""
@@ -79,8 +84,8 @@ def make_case(
 
 def relative_errors(results: tuple[Tensor, Tensor], case: Case) -> list[Tensor]:
     """Errors of y and of the states, each element in units of the sum of its terms' absolute values."""
-    exact = mamba2_recurrent(*case.operands(torch.float64), case.layout)
-    magnitude = mamba2_recurrent(*case.absolute().operands(torch.float64), case.layout)
+    exact = mamba2_recurrent(*case.double().operands(), case.layout)
+    magnitude = mamba2_recurrent(*case.double().absolute().operands(), case.layout)
     # Terms below float32's smallest normal number are lost without any relative accuracy.
     tiny = 1e-30
     return [
@@ -95,7 +100,7 @@ def rms(error: Tensor) -> float:
 
 @given(cases(torch.float64, max_decay=20.0))
 @settings(max_examples=80, deadline=None)
-def test_chunked_is_the_recurrence_in_float64(case: Case):
+def test_chunked_is_the_recurrence_in_float64(case: Case) -> None:
     y_LHP, states_RHPN = mamba2_chunked(*case.operands(), case.layout)
     assert y_LHP.dtype == states_RHPN.dtype == torch.float64
     for error in relative_errors((y_LHP, states_RHPN), case):
@@ -106,7 +111,7 @@ def test_chunked_is_the_recurrence_in_float64(case: Case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_chunked_errs_at_most_twice_what_the_recurrence_errs(dtype: torch.dtype, data: st.DataObject):
+def test_chunked_errs_at_most_twice_what_the_recurrence_errs(dtype: torch.dtype, data: st.DataObject) -> None:
     """The floor covers cases in which the recurrence hardly rounds (one token, say) and the chunked form does.
 
     To each term the chunked form adds the roundings of the decay's exponent, of the exponential, of its product with
@@ -123,7 +128,7 @@ def test_chunked_errs_at_most_twice_what_the_recurrence_errs(dtype: torch.dtype,
         assert rms(error) <= 2 * rms(plain_error) + 4 * EPS32
 
 
-def test_a_strong_decay_costs_later_tokens_no_accuracy():
+def test_a_strong_decay_costs_later_tokens_no_accuracy() -> None:
     """One token forgets everything; a running sum kept in float32 would blur the decays behind it by 1e-4."""
     layout = RaggedLayout.build([64], chunk_size=64)
     case = make_case(layout, 1, 2, torch.float32, 0.01, seed=0)
@@ -133,7 +138,7 @@ def test_a_strong_decay_costs_later_tokens_no_accuracy():
 
 
 @pytest.mark.parametrize("form", [mamba2_recurrent, mamba2_chunked])
-def test_padding_tokens_touch_nothing(form):
+def test_padding_tokens_touch_nothing(form: Form) -> None:
     layout = RaggedLayout.build([5, 1], [[2, 5], [1]], num_tokens=9, chunk_size=4)
     case = make_case(layout, 2, 6, torch.float32, 1.0, seed=1)
     for tensor_L in (case.x_LHP, case.dt_LH, case.b_LGN, case.c_LGN):
@@ -144,7 +149,7 @@ def test_padding_tokens_touch_nothing(form):
     assert states_RHPN.isfinite().all()
 
 
-def test_a_prefill_without_sequences_is_all_padding():
+def test_a_prefill_without_sequences_is_all_padding() -> None:
     layout = RaggedLayout.build([], num_tokens=3)
     case = make_case(layout, 1, 2, torch.float32, 1.0, seed=2)
     for form in (mamba2_recurrent, mamba2_chunked):
@@ -156,7 +161,7 @@ def test_a_prefill_without_sequences_is_all_padding():
 
 @given(cases(torch.float32, max_decay=5.0))
 @settings(max_examples=25, deadline=None)
-def test_sequences_do_not_see_each_other(case: Case):
+def test_sequences_do_not_see_each_other(case: Case) -> None:
     first = case.layout.lengths[0]
     y_LHP, states_RHPN = mamba2_chunked(*case.operands(), case.layout)
     for tensor_L in (case.x_LHP, case.b_LGN, case.c_LGN):
@@ -187,10 +192,10 @@ def decodes(draw: st.DrawFn, dtype: torch.dtype) -> tuple[Case, Tensor, Tensor]:
 
 @given(decodes(torch.float64))
 @settings(max_examples=60, deadline=None)
-def test_step_is_the_recurrence_in_float64(decode: tuple[Case, Tensor, Tensor]):
+def test_step_is_the_recurrence_in_float64(decode: tuple[Case, Tensor, Tensor]) -> None:
     case, pool_UHPN, slots_B = decode
     before_UHPN = pool_UHPN.clone()
-    y_BHP = mamba2_step(*case.operands()[:-1], pool_UHPN, slots_B)
+    y_BHP = mamba2_step(*case.operands()[:5], pool_UHPN, slots_B)
     live_B = slots_B > 0
     y_error, state_error = relative_errors((y_BHP, pool_UHPN[slots_B]), case)
     assert (y_error[live_B] < 1e-12).all()
@@ -203,10 +208,10 @@ def test_step_is_the_recurrence_in_float64(decode: tuple[Case, Tensor, Tensor]):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_step_errs_at_most_twice_what_the_recurrence_errs(dtype: torch.dtype, data: st.DataObject):
+def test_step_errs_at_most_twice_what_the_recurrence_errs(dtype: torch.dtype, data: st.DataObject) -> None:
     """The step rounds what the recurrence rounds; the floor of 1 eps allows for another order of the sum over N."""
     case, pool_UHPN, slots_B = data.draw(decodes(dtype))
-    y_BHP = mamba2_step(*case.operands()[:-1], pool_UHPN, slots_B)
+    y_BHP = mamba2_step(*case.operands()[:5], pool_UHPN, slots_B)
     assert y_BHP.dtype == dtype
     live_B = slots_B > 0
     step_errors = relative_errors((y_BHP, pool_UHPN[slots_B]), case)
@@ -215,8 +220,8 @@ def test_step_errs_at_most_twice_what_the_recurrence_errs(dtype: torch.dtype, da
         assert rms(error[live_B]) <= 2 * rms(plain_error[live_B]) + EPS32
 
 
-def test_steps_continue_a_prefill():
-    """Prefill five tokens, step through the rest: the same as one pass, from a pool of lower precision or not."""
+def test_steps_continue_a_prefill() -> None:
+    """Prefill five tokens, step through the rest: the same as one pass."""
     case = make_case(RaggedLayout.build([12]), 1, 3, torch.float64, 3.0, seed=3)
     y_LHP, states_RHPN = mamba2_recurrent(*case.operands(), case.layout)
     x_LHP, dt_LH, a_H, b_LGN, c_LGN, h0_SHPN = case.operands()
@@ -229,7 +234,7 @@ def test_steps_continue_a_prefill():
     torch.testing.assert_close(pool_UHPN[1:], states_RHPN, rtol=1e-12, atol=1e-12)
 
 
-def test_recurrence_is_transformers_scan():
+def test_recurrence_is_transformers_scan() -> None:
     from transformers.models.granitemoehybrid import modeling_granitemoehybrid as modeling
 
     case = make_case(RaggedLayout.build([23]), 2, 6, torch.float32, 2.0, seed=4)
