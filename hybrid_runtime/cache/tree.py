@@ -172,6 +172,8 @@ class RadixTree:
 
     def evict_leaf(self, leaf: Node, collector: SlotCollector) -> None:
         """Gives up an unlocked leaf's state and KV, then what only led to it."""
+        assert not leaf.children, f"the eviction order chose {leaf}"
+        assert leaf.kv_lock == 0, f"the eviction order chose {leaf}"
         if leaf.state_slot is not None:
             self.drop_state(leaf, collector)
         self.prune(leaf, collector)
