@@ -47,7 +47,8 @@ def logits_of(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 def generate(model: PreTrainedModel, tokens: Sequence[int], num_tokens: int) -> list[int]:
     """Greedy continuation of one sequence; end-of-text tokens do not end it."""
     ids = torch.tensor([list(tokens)])
-    output = model.generate(
+    run_generate: Any = model.generate  # a mixin's method, which the type of the module hides
+    output = run_generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=num_tokens,

@@ -48,11 +48,12 @@ def test_a_prefill_cut_anywhere_equals_the_whole(case: Case) -> None:
     made = run(case)
     text = text_of(made)
     logits, states = prefill_whole(made, text)
-    for split in range(1, NUM_TOKENS):
-        driver = driver_of(made, max_requests=1)
-        request = driver.start()
-        (first,) = driver.prefill(Prompt(request, text[:split]))
-        (second,) = driver.prefill(Prompt(request, text[split:]))
+    splits = range(1, NUM_TOKENS)
+    driver = driver_of(made, max_requests=len(splits), num_state_slots=len(splits))
+    requests = [driver.start() for _ in splits]
+    firsts = driver.prefill(*(Prompt(request, text[:split]) for request, split in zip(requests, splits, strict=True)))
+    seconds = driver.prefill(*(Prompt(request, text[split:]) for request, split in zip(requests, splits, strict=True)))
+    for request, first, second in zip(requests, firsts, seconds, strict=True):
         assert_same(made, torch.cat([first, second]), logits)
         assert_same_states(made, driver.states(request.working_slot), states)
 
@@ -113,7 +114,7 @@ def kv_entries(driver: Driver, request: Request) -> list[Tensor]:
 
 @cases
 def test_states_at_positions_equal_those_of_shorter_prefills(case: Case) -> None:
-    """One step yields them for several sequences, one of which continues; each serves as a start for another request."""
+    """One step yields them for two sequences, one of which continues; each serves as a start for another request."""
     made = run(case)
     text = text_of(made)
     driver = driver_of(made)

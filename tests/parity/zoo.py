@@ -62,7 +62,7 @@ def randomize(model: PreTrainedModel) -> None:
         elif tensor.squeeze().dim() >= 2:
             fan_in = tensor.shape[-1] if tensor.shape[-2] != 1 else tensor[0].numel()
             tensor.normal_(0.0, 0.7 * fan_in**-0.5)
-        elif leaf == "weight" and tensor.dim() == 1 or leaf == "D":
+        elif (leaf == "weight" and tensor.dim() == 1) or leaf == "D":
             tensor.add_(torch.randn_like(tensor), alpha=0.2)  # norms keep their centre, be it one or zero
         else:
             tensor.normal_(0.0, 0.2)
