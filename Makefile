@@ -22,7 +22,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format
 
 test-long: $(INSTALLED)  ## the property tests with thousands of examples: hours
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m property --timeout 0
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m hypothesis --timeout 0
 
 train-tiny: $(INSTALLED)  ## train the bundled checkpoint from scratch: over an hour
 	$(BIN)/python -m hybrid_runtime.training
