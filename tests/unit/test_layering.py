@@ -1,4 +1,4 @@
-"""Imports point one way: data, then control beside compute, capture, models, glue. Read from the source.
+"""Imports point one way: data, then control beside compute, capture, models, glue. Read from the source text.
 
 Imports inside functions count; those under `if TYPE_CHECKING:` do not.
 """
@@ -92,8 +92,8 @@ def imported_names(name: str, source: str, *, is_package: bool) -> tuple[str, ..
 
     def visit(node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            for child in node.orelse:
-                yield from visit(child)
+            for branch in node.orelse:
+                yield from visit(branch)
             return
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
