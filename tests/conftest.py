@@ -11,7 +11,21 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from hypothesis import HealthCheck, settings
 
-COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-settings.register_profile("quick", max_examples=50, stateful_step_count=40, derandomize=True, **COMMON)
-settings.register_profile("long", max_examples=2000, stateful_step_count=50, print_blob=True, **COMMON)
+SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile(
+    "quick",
+    max_examples=50,
+    stateful_step_count=40,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=SLOW_IS_FINE,
+)
+settings.register_profile(
+    "long",
+    max_examples=2000,
+    stateful_step_count=50,
+    print_blob=True,
+    deadline=None,
+    suppress_health_check=SLOW_IS_FINE,
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

@@ -1,0 +1,147 @@
+"""`make demo`: code prompts that share a long header, generated twice on the bundled model, cold and then warm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from hybrid_runtime import HybridRuntime, RequestOutput, SamplingParams
+from hybrid_runtime.outputs import PoolStats
+
+HEADER = '''"""A small inventory: items, their stock, and the orders that change it."""
+
+import json
+import logging
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PATH = os.path.join(os.path.expanduser("~"), "inventory.json")
+
+
+class InventoryError(Exception):
+    """Base class of everything that can go wrong here."""
+
+
+class OutOfStock(InventoryError):
+    """Raised when an order asks for more than there is."""
+
+    def __init__(self, name, wanted, available):
+        super().__init__(f"{wanted} of {name} wanted, {available} available")
+        self.name = name
+        self.wanted = wanted
+        self.available = available
+
+
+@dataclass
+class Item:
+    name: str
+    price: float
+    count: int = 0
+
+
+class Inventory:
+    """Items by name."""
+
+    def __init__(self, path=DEFAULT_PATH):
+        self.path = path
+        self.items = {}
+        self.history = defaultdict(list)
+
+    def add(self, name, price, count=1):
+        """Add an item, or more of one that is there already."""
+        if name in self.items:
+            self.items[name].count += count
+        else:
+            self.items[name] = Item(name, price, count)
+        self.history[name].append(count)
+
+'''
+
+ENDINGS = {
+    "remove": "    def remove(self, name, count=1):\n",
+    "load": "    def load(self):\n        with open(self.path) as f:\n",
+    "repr": "    def __repr__(self):\n        return ",
+    "iterate": "    def __iter__(self):\n",
+    "main": 'def main():\n    inventory = Inventory()\n    inventory.add("apple", ',
+}
+
+MAX_TOKENS = 48
+
+
+def main() -> None:
+    """Generates, measures, and prints what was measured and what was generated."""
+    console = Console()
+    prompts = [HEADER + ending for ending in ENDINGS.values()]
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    started = time.perf_counter()
+    with HybridRuntime("tiny", max_num_seqs=len(prompts)) as rt:
+        console.print(
+            f"Loaded {rt.model.spec.name} in {time.perf_counter() - started:.1f} s. Pools: {rt.plan.describe()}.\n"
+            f"{len(prompts)} prompts that share a header of {len(rt.tokenizer(HEADER).input_ids)} tokens, "
+            f"{MAX_TOKENS} new tokens each, all at once; then the same again."
+        )
+        table = _new_table()
+        for name in ("cold", "warm"):
+            started = time.perf_counter()
+            outputs = rt.generate(prompts, params, use_tqdm=True)
+            seconds = time.perf_counter() - started
+            stats = rt.stats()
+            _add_run(table, name, outputs, seconds, _usage(stats.kv), _usage(stats.state))
+    console.print(table)
+    for name, output in zip(ENDINGS, outputs, strict=True):
+        completion = Text(ENDINGS[name], style="dim").append(output.outputs[0].text, style="bold")
+        console.print(Panel(completion, title=name, title_align="left"))
+
+
+def _new_table() -> Table:
+    table = Table(title="Prefix cache, cold and warm")
+    for column in ("run", "prompt", "prompt tokens", "cached", "checkpoint", "first token", "tokens/s", "KV", "states"):
+        table.add_column(column, justify="left" if column in ("run", "prompt", "checkpoint") else "right")
+    return table
+
+
+def _add_run(
+    table: Table, run: str, outputs: Sequence[RequestOutput], seconds: float, kv_usage: str, state_usage: str
+) -> None:
+    """A row per request, then one for the whole run, with the pools as it left them."""
+    for name, output in zip(ENDINGS, outputs, strict=True):
+        metrics = output.metrics
+        num_tokens = len(output.outputs[0].token_ids)
+        table.add_row(
+            run,
+            name,
+            str(len(output.prompt_token_ids)),
+            str(output.num_cached_tokens),
+            output.checkpoint_origin or f"none ({output.cache_miss_reason})",
+            f"{1000 * (metrics.time_to_first_token or 0):.0f} ms",
+            f"{num_tokens / metrics.latency:.0f}" if metrics.latency else "",
+        )
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    table.add_row(
+        run,
+        "all",
+        str(sum(len(output.prompt_token_ids) for output in outputs)),
+        str(sum(output.num_cached_tokens for output in outputs)),
+        "",
+        "",
+        f"{num_tokens / seconds:.0f}",
+        kv_usage,
+        state_usage,
+        end_section=True,
+    )
+
+
+def _usage(pool: PoolStats) -> str:
+    return f"{pool.total - pool.free:,}/{pool.total:,}"
+
+
+if __name__ == "__main__":
+    main()
