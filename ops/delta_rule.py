@@ -27,17 +27,18 @@ from hybrid_runtime.ops.ragged import RaggedLayout, state_dtype_for
 class DeltaChunks:
     """The terms of every chunk that don't depend on the state S at its start. With them
 
-        U = solve (V - k_in Sᵀ);   Y = q_in Sᵀ + scores U;   S_end = decay ∘ S + Uᵀ k_out
+        (I + A) U = β ∘ (V - k_in Sᵀ);   Y = q_in Sᵀ + scores U;   S_end = decay ∘ S + Uᵀ k_out
 
     All tensors share the dtype of state arithmetic.
     """
 
-    solve_CHQQ: Tensor  # (I + A)⁻¹ diag(β), with A_ij = β_i <k_i, k_j> decayed from j to i, strictly lower
+    system_CHQQ: Tensor  # A_ij = β_i <k_i, k_j> decayed from j to i, strictly lower
     scores_CHQQ: Tensor  # <q_i, k_j> decayed from j to i, lower
     q_in_CHQK: Tensor  # q decayed from the chunk's start
     k_in_CHQK: Tensor  # k decayed from the chunk's start
     k_out_CHQK: Tensor  # k decayed to the chunk's end
     v_CHQV: Tensor
+    beta_CHQ1: Tensor
     decay_CHK: Tensor  # decay over the whole chunk
 
 
@@ -71,12 +72,6 @@ def head_chunks(x_LHX: Tensor, layout: RaggedLayout, num_heads: int, dtype: torc
     return repeat(layout.to_chunks(x_LHX).to(dtype), "c q g x -> c (g copies) q x", copies=copies)
 
 
-def solve_chunks(scores_kk_CHQQ: Tensor, beta_CHQ: Tensor) -> Tensor:
-    """`DeltaChunks.solve_CHQQ` of the decayed products <k_i, k_j>, of which the strict lower triangle is read."""
-    system_CHQQ = (beta_CHQ[..., None] * scores_kk_CHQQ).tril(-1)
-    return torch.linalg.solve_triangular(system_CHQQ, torch.diag_embed(beta_CHQ), upper=False, unitriangular=True)
-
-
 def scan_chunks(chunks: DeltaChunks, s0_SHVK: Tensor, layout: RaggedLayout) -> tuple[Tensor, Tensor]:
     """Outputs `[L, H, V]` and the layout's requested states `[R, H, V, K]`, both in the dtype of `chunks`.
 
@@ -95,7 +90,9 @@ def scan_chunks(chunks: DeltaChunks, s0_SHVK: Tensor, layout: RaggedLayout) -> t
         # a sequence without a j-th chunk takes any other; it has handed over its last state and output before
         own_S = chunk_S.clamp(max=num_chunks - 1)
         read_SHQV = einsum(chunks.k_in_CHQK[own_S], s_SHVK, "s h q k, s h v k -> s h q v")
-        u_SHQV = chunks.solve_CHQQ[own_S] @ (chunks.v_CHQV[own_S] - read_SHQV)
+        target_SHQV = chunks.beta_CHQ1[own_S] * (chunks.v_CHQV[own_S] - read_SHQV)
+        # (I + A)⁻¹, computed ahead for all chunks at once, would err about twice as much
+        u_SHQV = torch.linalg.solve_triangular(chunks.system_CHQQ[own_S], target_SHQV, upper=False, unitriangular=True)
         from_state_SHQV = einsum(chunks.q_in_CHQK[own_S], s_SHVK, "s h q k, s h v k -> s h q v")
         ys_SHQV.append(from_state_SHQV + chunks.scores_CHQQ[own_S] @ u_SHQV)
         update_SHVK = einsum(u_SHQV, chunks.k_out_CHQK[own_S], "s h q v, s h q k -> s h v k")

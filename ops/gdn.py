@@ -15,7 +15,6 @@ from hybrid_runtime.ops.delta_rule import (
     delta_step,
     head_chunks,
     scan_chunks,
-    solve_chunks,
     sums_after,
     sums_between,
     sums_until,
@@ -34,8 +33,9 @@ def gdn_recurrent(
 ) -> tuple[Tensor, Tensor]:
     """Token-by-token definition: S' = a S; u = β (v - S' k); S = S' + u kᵀ; y = S q.
 
-    q and k are normalised and scaled by the caller; `log_a` <= 0. Returns outputs `[L, H, V]` in v's dtype and the
-    states at the layout's requested positions `[R, H, V, K]` in the dtype of state arithmetic. Padding tokens yield 0.
+    q and k are normalised and scaled by the caller; `log_a` <= 0, β in [0, 1]. Returns outputs `[L, H, V]` in v's dtype
+    and the states at the layout's requested positions `[R, H, V, K]` in the dtype of state arithmetic. Padding tokens
+    yield 0.
     """
     return delta_recurrent(q_LGK, k_LGK, v_LHV, log_a_LH[..., None], beta_LH, s0_SHVK, layout)
 
@@ -67,12 +67,13 @@ def gdn_chunked(
     from_start_CHQ1 = sums_until(log_a_CHQ1).exp()
     k_CHQK = per_value_head(k_CGQK)
     chunks = DeltaChunks(
-        solve_CHQQ=solve_chunks(between_CHQQ * per_value_head(k_CGQK @ k_CGQK.mT), beta_CHQ1[..., 0]),
+        system_CHQQ=(beta_CHQ1 * between_CHQQ * per_value_head(k_CGQK @ k_CGQK.mT)).tril(-1),
         scores_CHQQ=between_CHQQ * per_value_head(q_CGQK @ k_CGQK.mT),
         q_in_CHQK=from_start_CHQ1 * per_value_head(q_CGQK),
         k_in_CHQK=from_start_CHQ1 * k_CHQK,
         k_out_CHQK=sums_after(log_a_CHQ1).exp() * k_CHQK,
         v_CHQV=v_CHQV,
+        beta_CHQ1=beta_CHQ1,
         decay_CHK=from_start_CHQ1[:, :, -1],
     )
     y_LHV, states_RHVK = scan_chunks(chunks, s0_SHVK, layout)

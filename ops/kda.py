@@ -18,7 +18,6 @@ from hybrid_runtime.ops.delta_rule import (
     delta_step,
     head_chunks,
     scan_chunks,
-    solve_chunks,
     sums_after,
     sums_until,
 )
@@ -39,8 +38,9 @@ def kda_recurrent(
 ) -> tuple[Tensor, Tensor]:
     """Token-by-token definition: S' = a ∘ S; u = β (v - S' k); S = S' + u kᵀ; y = S q.
 
-    q and k are normalised and scaled by the caller; `log_a` <= 0. Returns outputs `[L, H, V]` in v's dtype and the
-    states at the layout's requested positions `[R, H, V, K]` in the dtype of state arithmetic. Padding tokens yield 0.
+    q and k are normalised and scaled by the caller; `log_a` <= 0, β in [0, 1]. Returns outputs `[L, H, V]` in v's dtype
+    and the states at the layout's requested positions `[R, H, V, K]` in the dtype of state arithmetic. Padding tokens
+    yield 0.
     """
     return delta_recurrent(q_LGK, k_LGK, v_LHV, log_a_LHK, beta_LH, s0_SHVK, layout)
 
@@ -66,12 +66,13 @@ def kda_chunked(
     scores_kk_CHQQ, scores_qk_CHQQ = decayed_scores(k_CHQK, q_CHQK, log_a_CHQK)
     from_start_CHQK = sums_until(log_a_CHQK).exp()
     chunks = DeltaChunks(
-        solve_CHQQ=solve_chunks(scores_kk_CHQQ, beta_CHQ1[..., 0]),
+        system_CHQQ=(beta_CHQ1 * scores_kk_CHQQ).tril(-1),
         scores_CHQQ=scores_qk_CHQQ,
         q_in_CHQK=q_CHQK * from_start_CHQK,
         k_in_CHQK=k_CHQK * from_start_CHQK,
         k_out_CHQK=k_CHQK * sums_after(log_a_CHQK).exp(),
         v_CHQV=v_CHQV,
+        beta_CHQ1=beta_CHQ1,
         decay_CHK=from_start_CHQK[:, :, -1],
     )
     y_LHV, states_RHVK = scan_chunks(chunks, s0_SHVK, layout)

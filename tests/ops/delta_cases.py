@@ -106,7 +106,7 @@ def layouts(draw: st.DrawFn, max_length: int = 80) -> RaggedLayout:
 
 
 @st.composite
-def cases(draw: st.DrawFn, op: DeltaOp, max_length: int = 80) -> DeltaCase:
+def cases(draw: st.DrawFn, op: DeltaOp, max_length: int = 80, max_beta: float = 1.0) -> DeltaCase:
     return make_case(
         draw(layouts(max_length)),
         key_heads=draw(st.integers(1, 2)),
@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn, op: DeltaOp, max_length: int = 80) -> DeltaCase:
         value_dim=draw(st.sampled_from([1, 4, 8])),
         decay=draw(st.sampled_from([0.0, 0.1, 5.0, 200.0, 1e4])),
         correlation=draw(st.sampled_from([0.0, 0.7, 0.99, 1.0])),
-        max_beta=draw(st.sampled_from([1.0, 2.0])),
+        max_beta=max_beta,
         decays_per_channel=op.decays_per_channel,
         seed=draw(st.integers(0, 2**32 - 1)),
     )

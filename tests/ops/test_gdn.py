@@ -26,7 +26,9 @@ GDN = DeltaOp(gdn_recurrent, gdn_chunked, gdn_step, decays_per_channel=False)
 LOW_PRECISION = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@given(cases(GDN))
+# With β up to 2 a token may turn the state around in place of moving it towards v. Errors then no longer shrink from
+# token to token and the budget, which is for β as models have it, does not apply; the algebra does.
+@given(cases(GDN) | cases(GDN, max_beta=2.0))
 def test_chunked_is_the_recurrence(case: DeltaCase):
     check_exact(GDN, case)
 
