@@ -1,0 +1,91 @@
+"""`python -m hybrid_runtime.training`: build the bundled checkpoint, or measure one."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import KimiLinearForCausalLM, PreTrainedTokenizerFast
+
+from hybrid_runtime.training.corpus import read_corpus, xz_bits_per_byte
+from hybrid_runtime.training.evaluate import bits_per_byte
+from hybrid_runtime.training.train import Options, train
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hybrid_runtime.training",
+        description="Train the bundled `tiny` checkpoint from scratch on the Python standard library's sources, "
+        "or measure a checkpoint's bits per byte on the held-out tenth of them.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser(
+        "train",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="train a tokenizer and a model, write a transformers folder",
+        description="Train a tokenizer and a model on the training nine tenths and write a transformers folder. The "
+        "folder is usable after every save; the optimizer's state lies beside it as OUT.training.pt.",
+    )
+    run.add_argument("--out", type=Path, required=True, help="folder to write")
+    budget = run.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--minutes", type=float, help="time budget; the learning rate falls along it")
+    budget.add_argument("--steps", type=int, help="budget in optimizer steps; repeatable bit by bit on one machine")
+    run.add_argument("--batch-size", type=int, default=Options.batch_size, help="sequences per step")
+    run.add_argument("--length", type=int, default=Options.length, help="tokens per sequence")
+    run.add_argument("--matrix-lr", type=float, default=Options.matrix_lr, help="peak learning rate of Muon")
+    run.add_argument("--other-lr", type=float, default=Options.other_lr, help="peak learning rate of AdamW")
+    run.add_argument("--seed", type=int, default=Options.seed, help="seed of weights and order of files")
+    run.add_argument("--save-every", type=float, default=Options.save_every_minutes, help="minutes between saves")
+    run.add_argument("--resume", action="store_true", help="continue from OUT.training.pt, under the given budget")
+    run.add_argument("--float32", action="store_true", help="float32 matrix products, for CPUs without bfloat16")
+    run.add_argument("--eager", action="store_true", help="do not compile; needs no C++ compiler")
+    measure = commands.add_parser(
+        "evaluate",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="bits per byte of a folder on the held-out files, next to xz -9",
+        description="Bits per byte on the held-out files, each read from a fresh state, next to `xz -9` of one "
+        "tar of them.",
+    )
+    measure.add_argument("folder", type=Path, help="transformers folder of a kimi_linear model")
+    measure.add_argument("--window", type=int, default=1024, help="tokens read at once; windows overlap by half")
+    measure.add_argument("--every", type=int, default=1, help="measure on every n-th held-out file only")
+    return parser
+
+
+def _train(args: argparse.Namespace) -> None:
+    options = Options(
+        out=args.out,
+        minutes=args.minutes,
+        steps=args.steps,
+        length=args.length,
+        batch_size=args.batch_size,
+        matrix_lr=args.matrix_lr,
+        other_lr=args.other_lr,
+        seed=args.seed,
+        save_every_minutes=args.save_every,
+        resume=args.resume,
+        matmul_dtype=torch.float32 if args.float32 else torch.bfloat16,
+        compiled=not args.eager,
+    )
+    train(options, log=lambda line: print(line, flush=True))
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    held_out = read_corpus().held_out[:: args.every]
+    model = KimiLinearForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.folder)
+    result = bits_per_byte(model, tokenizer, held_out, window=args.window)
+    print(f"{len(held_out)} held-out files, {result.num_bytes:,} bytes, {result.num_tokens:,} tokens")
+    print(f"model: {result.value:.4f} bits per byte ({result.nats / result.num_tokens:.4f} nats per token)")
+    print(f"xz -9: {xz_bits_per_byte(held_out):.4f} bits per byte")
+
+
+def main() -> None:
+    """Parse the command line and run the command."""
+    args = _parser().parse_args()
+    {"train": _train, "evaluate": _evaluate}[args.command](args)
+
+
+if __name__ == "__main__":
+    main()
