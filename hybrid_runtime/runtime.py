@@ -91,8 +91,10 @@ class HybridRuntime:
         split = split_prompts(prompts)
         params = _params_per_prompt(sampling_params, len(split), sampling)
         encoded = [self._check(prompt, each) for prompt, each in zip(split, params, strict=True)]
-        groups = [self._queue(prompt, each) for prompt, each in zip(encoded, params, strict=True)]
+        groups: list[RequestGroup] = []
         try:
+            for prompt, each in zip(encoded, params, strict=True):
+                groups.append(self._queue(prompt, each))
             with tqdm(total=len(groups), desc="requests", unit="request", disable=not use_tqdm) as bar:
                 while num_left := sum(not group.finished for group in groups):
                     bar.update(len(groups) - num_left - bar.n)
@@ -308,7 +310,7 @@ def _build_engine(config: RuntimeConfig, model: HybridModel, tokenizer: Any | No
         eviction=config.eviction,
         device=model.device,
     )
-    residency = Residency(memory.cache, memory.supply, memory.table, enabled=config.enable_prefix_cache)
+    residency = Residency(memory.supply, memory.table, enabled=config.enable_prefix_cache)
     scheduler = Scheduler(
         residency, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )

@@ -170,6 +170,10 @@ class RadixCache:
         self._tree = RadixTree(self._policy)
         return freed
 
+    def emptied(self) -> RadixCache:
+        """A new, empty cache with the same policy; this one and its receipts are not to be used any more."""
+        return RadixCache(self._policy)
+
     @property
     def root(self) -> Node:
         return self._tree.root

@@ -39,6 +39,8 @@ class Completion:
         self.index = index
         self.params = params
         self.stop: Stop | None = None
+        self._prompt_token_ids = prompt_token_ids
+        self._tokenizer = tokenizer
         self._max_output_tokens = max_output_tokens
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self._stop_token_ids = frozenset(params.stop_token_ids)
@@ -51,6 +53,10 @@ class Completion:
         self._num_streamed_tokens = 0
         self._num_streamed_parts = 0
         self._end_was_streamed = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
 
     @property
     def has_news(self) -> bool:
@@ -85,6 +91,27 @@ class Completion:
         if stop is not None:
             self.end(stop)
         return stop
+
+    def replayed(self) -> Completion:
+        """A new one, fed with the same tokens: whole, even where `append` or `end` was interrupted on this one."""
+        copy = Completion(
+            self.index,
+            self.params,
+            self._prompt_token_ids,
+            max_output_tokens=self._max_output_tokens,
+            eos_token_ids=self._eos_token_ids,
+            tokenizer=self._tokenizer,
+        )
+        wants_logprobs = self.params.logprobs is not None
+        num_tokens = min(len(self._token_ids), len(self._logprobs)) if wants_logprobs else len(self._token_ids)
+        for place in range(num_tokens):
+            copy.append(self._token_ids[place], self._logprobs[place] if wants_logprobs else None)
+        if copy.stop is None and self.stop is not None:
+            copy.end(self.stop)
+        copy._num_streamed_tokens = min(self._num_streamed_tokens, num_tokens)
+        copy._num_streamed_parts = min(self._num_streamed_parts, len(copy._text_parts))
+        copy._end_was_streamed = self._end_was_streamed
+        return copy
 
     def end(self, stop: Stop) -> None:
         """Ends the sample and lets out the text that was held back, unless a stop string ended it."""

@@ -63,13 +63,20 @@ class Engine:
         group = self.groups.get(request_id)
         if group is None:
             return
-        for request in group.unfinished_requests:
-            self.scheduler.finish(request)
-            group.end(request.sample_index, Stop("abort"))
-        self._note_progress(group)
+        try:
+            for request in group.unfinished_requests:
+                self.scheduler.finish(request)
+                group.end(request.sample_index, Stop("abort"))
+            self._note_progress(group)
+        except BaseException:
+            self._recover()
+            raise
 
     def step(self) -> list[RequestGroup]:
-        """One iteration. Returns the requests that have something new, those that ended included."""
+        """One iteration. Returns the requests that have something new, those that ended included.
+
+        An interrupt leaves no request behind: the next step goes on with all of them.
+        """
         if self.groups:
             self._run_step()
         if self.debug_checks:
@@ -78,22 +85,43 @@ class Engine:
         return progressed
 
     def _run_step(self) -> None:
-        with nvtx.annotate("schedule"):
-            step = self.scheduler.schedule()
-        assert step.requests, f"nothing can run, but {len(self.scheduler.waiting)} requests wait"
-        self.num_steps += 1
-        for request in step.requests:
-            self.groups[request.request_id].mark_scheduled()
+        is_undone = False
         try:
-            prefilled, decoded = self._run(step)
-        except Exception as error:  # whatever a forward raises must not take the other requests down
-            self._fail(step, error)
-            return
-        except BaseException:  # an interrupt: the requests resume from the tree when the loop is driven on
-            self.scheduler.reset(step)
+            with nvtx.annotate("schedule"):
+                step = self.scheduler.schedule()
+            assert step.requests, f"nothing can run, but {len(self.scheduler.waiting)} requests wait"
+            self.num_steps += 1
+            for request in step.requests:
+                self.groups[request.request_id].mark_scheduled()
+            try:
+                prefilled, decoded = self._run(step)
+            except Exception as error:  # whatever a forward raises must not take the other requests down
+                self._fail(step, error)
+            except BaseException:
+                self.scheduler.reset(step)
+                is_undone = True
+                raise
+            else:
+                with nvtx.annotate("apply"):
+                    self._apply(step, prefilled, decoded)
+        except BaseException:
+            if not is_undone:
+                self._recover()
             raise
-        with nvtx.annotate("apply"):
-            self._apply(step, prefilled, decoded)
+
+    def _recover(self) -> None:
+        """Starts over from what users have been given, after an exception in the middle of the bookkeeping.
+
+        Who owns which slot is not known any more, so the pools and the cache are declared empty, and the unfinished
+        requests go back to the queue.
+        """
+        self.memory.start_over()
+        self.scheduler.start_over()
+        for group in list(self.groups.values()):
+            group.restore()
+            for request in group.unfinished_requests:
+                self.scheduler.add(request)
+            self._note_progress(group)
 
     def _run(self, step: ScheduledStep) -> tuple[PrefillResult, list[SampledToken]]:
         with nvtx.annotate("load"):

@@ -30,14 +30,24 @@ class EngineMemory:
     ) -> None:
         self.kv_pool = Pool(kv_layers, plan.num_kv_slots, device)
         self.state_pool = Pool(state_layers, plan.num_state_slots, device)
-        self.cache = RadixCache(eviction)
-        self.supply = SlotSupply(SlotAllocator(plan.num_kv_slots), SlotAllocator(plan.num_state_slots), self.cache)
+        self.supply = SlotSupply(
+            SlotAllocator(plan.num_kv_slots), SlotAllocator(plan.num_state_slots), RadixCache(eviction)
+        )
         self.table = RequestTable(max_num_seqs, plan.max_model_len)
         # On a CPU the device's table is the host's: nothing to load.
         host_table = torch.from_numpy(self.table.slots)
         self._table_is_shared = device.type == "cpu"
         self.device_table = host_table if self._table_is_shared else host_table.to(device)
         self.step_memory = StepMemory(self.kv_pool.layers, self.state_pool.layers, self.device_table)
+
+    @property
+    def cache(self) -> RadixCache:
+        return self.supply.cache
+
+    def start_over(self) -> None:
+        """Declares pools, cache and request table empty, whoever owned what."""
+        self.supply.start_over()
+        self.table.start_over()
 
     def load_table(self) -> None:
         """Brings what was written to the request table since the last call to the device."""

@@ -57,6 +57,21 @@ class RequestGroup:
         assert self._prompt_logprobs is not None
         self._prompt_logprobs.extend(entries)
 
+    def restore(self) -> None:
+        """After an exception at any point: makes requests and completions agree on the tokens there are.
+
+        The requests that go on are waiting afterwards and own nothing.
+        """
+        self.completions = [completion.replayed() for completion in self.completions]
+        for request, completion in zip(self.requests, self.completions, strict=True):
+            request.start_over(completion.num_tokens)
+            request.forbidden_token_ids = completion.forbidden_token_ids
+            if completion.stop is not None:
+                request.status = RequestStatus.FINISHED
+        if self._prompt_logprobs is not None:
+            self.requests[0].num_prompt_logits_read = len(self._prompt_logprobs) - 1
+        self._note_end()
+
     def add_token(self, sample_index: int, token_id: int, logprobs: TokenLogprobs | None) -> Stop | None:
         """Takes a sample's next token; returns why the sample ends with it, or None."""
         if self._first_token_time is None:

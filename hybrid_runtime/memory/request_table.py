@@ -27,8 +27,8 @@ class RequestTable:
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.slots: NDArray[np.int32] = np.zeros((max_num_seqs + 1, max_model_len), dtype=np.int32)
-        self._free_rows = list(range(max_num_seqs, 0, -1))
         self._writes: list[TableWrite] = []
+        self.start_over()
 
     @property
     def num_free_rows(self) -> int:
@@ -50,6 +50,10 @@ class RequestTable:
         if len(slots):
             self.slots[row, start : start + len(slots)] = slots
             self._writes.append(TableWrite(row, start, start + len(slots)))
+
+    def start_over(self) -> None:
+        """Declares all rows free, whoever had them."""
+        self._free_rows = list(range(len(self.slots) - 1, 0, -1))  # the lowest is handed out first
 
     def take_writes(self) -> list[TableWrite]:
         """What was written since the last call, for the device's mirror."""

@@ -23,6 +23,12 @@ class SlotSupply:
         self.num_evicted_tokens = 0
         self.num_evicted_states = 0
 
+    def start_over(self) -> None:
+        """Declares all slots free and the cache empty, whoever owned them."""
+        self.kv = SlotAllocator(self.kv.num_slots)
+        self.states = SlotAllocator(self.states.num_slots)
+        self.cache = self.cache.emptied()
+
     def can_supply(self, num_kv: int, num_states: int) -> bool:
         """Whether that many slots are free or evictable, in both pools at once. Evicts nothing; O(1)."""
         return (

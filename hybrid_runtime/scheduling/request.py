@@ -35,6 +35,11 @@ class TokenBuffer:
         self._array[self._len] = token_id
         self._len += 1
 
+    def truncate(self, num_output_tokens: int) -> None:
+        """Forgets output tokens behind the first `num_output_tokens`."""
+        assert self.prompt_len + num_output_tokens <= self._len
+        self._len = self.prompt_len + num_output_tokens
+
     def __getitem__(self, part: slice) -> NDArray[np.int32]:
         """A view of the tokens there are; no copy."""
         return self._array[: self._len][part]
@@ -104,6 +109,13 @@ class Request:
     prefix_hit: PrefixHit | None = None  # set at the first admission
     forbidden_token_ids: tuple[int, ...] = ()  # must not be the next token: `min_tokens` is not reached
     alone_until: int = 0  # a forward that would have computed this many tokens failed: run alone up to there
+
+    def start_over(self, num_output_tokens: int) -> None:
+        """Back to the state of waiting, with the first output tokens; what it owned is declared free elsewhere."""
+        self.tokens.truncate(num_output_tokens)
+        self.status = RequestStatus.WAITING
+        self.residence = None
+        self.num_computed_tokens = 0
 
     @property
     def order(self) -> tuple[int, int]:

@@ -48,14 +48,17 @@ class LookupCounts:
 class Residency:
     """Moves requests in and out of the pools. With `enabled=False` nothing is looked up and nothing is kept."""
 
-    def __init__(self, cache: RadixCache, supply: SlotSupply, table: RequestTable, *, enabled: bool) -> None:
-        self.cache = cache
+    def __init__(self, supply: SlotSupply, table: RequestTable, *, enabled: bool) -> None:
         self.supply = supply
         self.table = table
         self.enabled = enabled
         self.num_kept_checkpoints: Counter[str] = Counter()
         self.num_skipped_checkpoints = 0
         self.lookups = LookupCounts()
+
+    @property
+    def cache(self) -> RadixCache:
+        return self.supply.cache
 
     def admit(self, request: Request, *, headroom: int) -> Admission | None:
         """Makes a waiting request resident: a row, a working slot, and KV slots for all tokens it has.

@@ -115,6 +115,11 @@ class Scheduler:
             self.residency.vacate(request)
             self.add(request)
 
+    def start_over(self) -> None:
+        """Forgets all requests; their slots are declared free elsewhere."""
+        self.waiting = WaitingQueue()
+        self.running = []
+
     def _schedule_among(self, candidates: Sequence[Request]) -> ScheduledStep:
         self._supply_decode_slots([r for r in candidates if r.status is RequestStatus.RUNNING])
         admissions = self._admit([r for r in candidates if r.status is RequestStatus.WAITING])

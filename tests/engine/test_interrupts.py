@@ -1,0 +1,141 @@
+"""An interrupt at any line of the engine: nothing is lost, nothing wrong is kept, the runtime stays usable."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hybrid_runtime
+from hybrid_runtime import HybridRuntime, SamplingParams
+from tests.engine.helpers import assert_idle, random_tokens, runtime_of
+
+PACKAGE = str(Path(hybrid_runtime.__file__).parent)
+BOOKKEEPING = tuple(f"{PACKAGE}/{part}/" for part in ("cache", "engine", "memory", "scheduling"))
+STRIDE = 331
+"""An interrupt is tried at every line with this distance: prime, so that it lands at other places of each step."""
+
+
+@contextmanager
+def interrupt_at_line(count: int) -> Iterator[Callable[[], bool]]:
+    """Raises KeyboardInterrupt before the `count`-th line that runs inside `Engine.step` and what it calls.
+
+    Yields a function that tells whether that line was reached.
+    """
+    state = {"lines": 0, "inside": 0}
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if code.co_name == "step" and code.co_filename.endswith("engine/engine.py"):
+            state["inside"] += {"call": 1, "return": -1}.get(event, 0)
+        if not code.co_filename.startswith(BOOKKEEPING):
+            return None
+        # Recovery itself is not interrupted: its caller would have to recover again.
+        if (
+            event == "line"
+            and state["inside"]
+            and code.co_name not in ("_recover", "start_over", "restore", "replayed")
+        ):
+            state["lines"] += 1
+            if state["lines"] == count:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lambda: state["lines"] >= count
+    finally:
+        sys.settrace(previous)
+
+
+def _drive(rt: HybridRuntime, ids: list[str], tokens: dict[str, Any]) -> None:
+    while rt.has_unfinished:
+        for output in rt.step():
+            tokens[output.request_id] = [(s.token_ids, s.finish_reason, s.logprobs) for s in output.outputs]
+
+
+def test_an_interrupt_at_any_line_changes_no_token() -> None:
+    """The loop is driven on after the interrupt; all requests end as if there had been none."""
+    rng = np.random.default_rng(31)
+    prompts = [random_tokens(rng, length) for length in (12, 1, 14, 9)]
+    params = [
+        SamplingParams(max_tokens=18, temperature=0.0, ignore_eos=True, logprobs=1),
+        SamplingParams(max_tokens=16, temperature=0.8, seed=5, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=0.9, seed=6, n=2, ignore_eos=True),
+        SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, prompt_logprobs=0),
+    ]
+    ids = [str(index) for index in range(len(prompts))]
+
+    def start(rt: HybridRuntime) -> None:
+        for request_id, prompt, each in zip(ids, prompts, params, strict=True):
+            rt.add_request(prompt, each, request_id=request_id)
+
+    options: dict[str, Any] = {
+        "num_kv_slots": 44,
+        "max_model_len": 40,
+        "num_state_slots": 5,
+        "max_num_batched_tokens": 8,
+    }
+    expected: dict[str, Any] = {}
+    with runtime_of("kda", **options) as rt:
+        start(rt)
+        _drive(rt, ids, expected)
+        assert rt.stats().scheduler.num_preemptions > 0
+        assert rt.stats().cache.num_evicted_states > 0
+    count, num_interrupted = 1, 0
+    with runtime_of("kda", **options) as rt:
+        reached = True
+        while reached:
+            rt.reset_prefix_cache()
+            start(rt)
+            tokens: dict[str, Any] = {}
+            with interrupt_at_line(count) as was_reached:
+                try:
+                    _drive(rt, ids, tokens)
+                except KeyboardInterrupt:
+                    num_interrupted += 1
+                reached = was_reached()
+            _drive(rt, ids, tokens)
+            assert tokens.keys() == expected.keys(), count
+            for request_id in ids:
+                for ours, theirs in zip(tokens[request_id], expected[request_id], strict=True):
+                    assert ours[:2] == theirs[:2], (count, request_id)
+                    if theirs[2] is not None:
+                        assert [entry.keys() for entry in ours[2]] == [entry.keys() for entry in theirs[2]]
+            count += STRIDE
+        assert_idle(rt)
+    assert num_interrupted > 20
+
+
+def test_an_interrupted_generate_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests are aborted; what was computed before is in the cache, what was in flight is not."""
+    prompt = random_tokens(np.random.default_rng(32), 30)
+    with runtime_of("kda") as rt:
+        expected = rt.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True)[0].outputs[0].token_ids
+        rt.reset_prefix_cache()
+        decode, calls = rt.model.decode, iter(range(100))
+
+        def interrupted_decode(inputs: Any, memory: Any) -> Any:
+            logits = decode(inputs, memory)
+            if next(calls) == 3:
+                raise KeyboardInterrupt
+            return logits
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rt.model, "decode", interrupted_decode)
+            with pytest.raises(KeyboardInterrupt):
+                rt.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True)
+        assert not rt.step()
+        assert not rt.has_unfinished
+        again = rt.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True)[0]
+        assert again.outputs[0].token_ids == expected
+        assert (again.num_cached_tokens, again.checkpoint_origin) == (29, "tail")
+        assert_idle(rt)
