@@ -18,8 +18,8 @@ from hybrid_runtime.ops.ragged import RaggedLayout
 class StepMemory:
     """The pools' tensors, per depth. A step mutates them in place; slot 0 and row 0 are for padding.
 
-    `kv_layers[d]`: the named KV tensors `[kv slots + 1, ...]` of the d-th attention of the model; `state_layers[d]`: the
-    named state tensors `[state slots + 1, ...]` of its d-th recurrent mixer; `req_to_token`: int32
+    `kv_layers[d]`: the named KV tensors `[kv slots + 1, ...]` of the d-th attention of the model; `state_layers[d]`:
+    the named state tensors `[state slots + 1, ...]` of its d-th recurrent mixer; `req_to_token`: int32
     `[rows + 1, max_model_len]`, the KV slot of each position of each request.
     """
 

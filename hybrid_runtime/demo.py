@@ -83,6 +83,7 @@ def main() -> None:
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
     started = time.perf_counter()
     with HybridRuntime("tiny", max_num_seqs=len(prompts)) as rt:
+        assert rt.tokenizer is not None
         console.print(
             f"Loaded {rt.model.spec.name} in {time.perf_counter() - started:.1f} s. Pools: {rt.plan.describe()}.\n"
             f"{len(prompts)} prompts that share a header of {len(rt.tokenizer(HEADER).input_ids)} tokens, "

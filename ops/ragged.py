@@ -53,7 +53,8 @@ class RaggedLayout:
 
         `state_positions[s]`: ascending token counts in `1..lengths[s]` after which the state of sequence s is wanted;
         the requested states are numbered in this order, sequence by sequence; a position named twice is returned
-        twice (for two destinations). None asks for the state at the end of every sequence. `num_tokens` (default: the sum of lengths) may be larger, for padding.
+        twice (for two destinations). None asks for the state at the end of every sequence. `num_tokens` (default: the
+        sum of lengths) may be larger, for padding.
 
         Raises ValueError for a length below 1, a position out of order or range, or a `num_tokens` that is too small.
         """

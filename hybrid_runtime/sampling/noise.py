@@ -51,8 +51,10 @@ def gumbel_noise(
     num_groups = -(-vocab_size // _WORDS_PER_COUNTER)
     groups_1G = torch.arange(num_groups, device=seeds_B.device)[None, :]
     seeds_B1 = seeds_B[:, None]
+    # The groups go into a word that the first round does not multiply: Inductor keeps `arange` in int32, where such a
+    # product overflows.
     words = philox_4x32(
-        (groups_1G, positions_B[:, None], sample_indices_B[:, None], torch.zeros_like(seeds_B1)),
+        (positions_B[:, None], groups_1G, sample_indices_B[:, None], torch.zeros_like(seeds_B1)),
         (seeds_B1 & _MASK, (seeds_B1 >> 32) & _MASK),
     )
     words_BV = rearrange(torch.stack(words, dim=-1), "b g w -> b (g w)")[:, :vocab_size]

@@ -1,4 +1,4 @@
-"""What must not change the tokens: caching, chunking, batching, preemption. Strict, in float64, for every mixer kind."""
+"""What must not change the tokens: caching, chunking, batching, preemption. Strict, in float64, for all mixer kinds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def test_chunked_at_every_split_equals_whole(kind: str) -> None:
     prompt = random_tokens(np.random.default_rng(2), 37)
     [expected] = solo_tokens(kind, [prompt], [6])
     for budget in range(1, len(prompt) + 1):
-        with runtime_of(kind, max_num_batched_tokens=budget, num_kv_slots=64, num_state_slots=4, max_model_len=64) as rt:
+        with runtime_of(
+            kind, max_num_batched_tokens=budget, num_kv_slots=64, num_state_slots=4, max_model_len=64
+        ) as rt:
             poison_free_slots(rt)
             assert tokens_of(rt.generate(prompt, greedy(6))) == [expected], budget
             assert rt.generate(prompt, greedy(6))[0].num_cached_tokens == len(prompt) - 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +19,10 @@ def _prompts() -> list[list[int]]:
     return [[token if token != POISON else 4 for token in random_tokens(rng, length)] for length in (30, 45, 1, 12)]
 
 
-def _wrap(rt: HybridRuntime, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+Fault = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _wrap(rt: HybridRuntime, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     """Lets `fault(token ids of the forward, its logits)` stand between the real forwards and the engine."""
     model, prefill, decode = rt.model, rt.model.prefill, rt.model.decode
     monkeypatch.setattr(model, "prefill", lambda i, m: fault(i.token_ids_L, prefill(i, m)))

@@ -35,7 +35,8 @@ def recurrent(inputs):
     v = inputs[2]
     layout = RaggedLayout.build([v.shape[1]] * B)
     state_SHVK = torch.zeros(B, H, V, K, dtype=v.dtype)
-    y, _ = kda_recurrent(*(x.flatten(0, 1) for x in inputs), state_SHVK, layout)
+    q_LHK, k_LHK, v_LHV, log_a_LHK, beta_LH = (x.flatten(0, 1) for x in inputs)
+    y, _ = kda_recurrent(q_LHK, k_LHK, v_LHV, log_a_LHK, beta_LH, state_SHVK, layout)
     return y.view_as(v)
 
 

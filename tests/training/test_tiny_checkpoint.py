@@ -91,13 +91,7 @@ def test_held_out_code_costs_few_bits(tokenizer, model):
 
 def test_it_writes_python(tokenizer, model):
     """Greedy continuation of a line that the language all but determines."""
-    ids = torch.tensor(
-        [
-            [
-                tokenizer.bos_token_id,
-                *tokenizer("import os\nimport sys\n\n\ndef main", add_special_tokens=False).input_ids,
-            ]
-        ]
-    )
+    prompt = tokenizer("import os\nimport sys\n\n\ndef main", add_special_tokens=False).input_ids
+    ids = torch.tensor([[tokenizer.bos_token_id, *prompt]])
     text = tokenizer.decode(model.generate(ids, max_new_tokens=4, do_sample=False)[0])
     assert "def main(" in text

@@ -316,13 +316,7 @@ def test_bfloat16_logits_are_computed_in_float32():
 
 
 def test_the_sampler_compiles_into_one_graph():
-    options: dict[str, Any] = {
-        "top_k": 9,
-        "top_p": 0.9,
-        "min_p": 0.01,
-        "repetition_penalty": 1.2,
-        "logit_bias": {3: 1.0},
-    }
+    options: dict[str, Any] = {"top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "logit_bias": {3: 1}}
     rows = [
         SamplingRow(SamplingParams(temperature=0, logprobs=2), 0, 0, 7),
         SamplingRow(SamplingParams(**options), -5, 1, 7, prompt_token_ids=[1], output_token_ids=[2]),
@@ -332,3 +326,11 @@ def test_the_sampler_compiles_into_one_graph():
     eager = sample(logits_BV, inputs)
     assert torch.equal(compiled.token_ids_B, eager.token_ids_B)
     torch.testing.assert_close(compiled.logprobs, eager.logprobs)
+
+
+def test_noise_lowered_by_inductor_is_the_same():
+    """Its integer arithmetic must not narrow or overflow: one wrong bit gives another noise altogether."""
+    seeds, samples, positions = torch.tensor([[-5, 2**62 + 1, 7], [0, 1, 2], [3, 2**20, 2**32 - 1]])
+    arguments = (seeds, samples, positions, 301, torch.float64)
+    compiled = torch.compile(gumbel_noise, fullgraph=True)(*arguments)
+    torch.testing.assert_close(compiled, gumbel_noise(*arguments), rtol=1e-12, atol=1e-12)
