@@ -68,7 +68,7 @@ def _train(args: argparse.Namespace) -> None:
         matmul_dtype=torch.float32 if args.float32 else torch.bfloat16,
         compiled=not args.eager,
     )
-    train(options, log=lambda line: print(line, flush=True))
+    train(options, read_corpus(), log=lambda line: print(line, flush=True))
 
 
 def _evaluate(args: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import KimiLinearForCausalLM, PreTrainedTokenizerFast
 
-from hybrid_runtime.training.corpus import read_corpus
+from hybrid_runtime.training.corpus import Corpus
 from hybrid_runtime.training.data import TokenBatches, encode_files
 from hybrid_runtime.training.folder import save_folder
 from hybrid_runtime.training.forward import TrainingForward
@@ -99,13 +99,12 @@ class Run:
         self.progress.seconds = state["progress"]["seconds"]
 
 
-def train(options: Options, log: Callable[[str], None] = print) -> None:
-    """Train from scratch, or from the saved state, until the budget is spent.
+def train(options: Options, corpus: Corpus, log: Callable[[str], None] = print) -> None:
+    """Train on `corpus.train` from scratch, or from the saved state, until the budget is spent.
 
     `options.out` is a usable folder after every save, the last of which is at the end.
     """
     torch.manual_seed(options.seed)
-    corpus = read_corpus()
     tokenizer = train_tokenizer((file.text for file in corpus.train), options.size.vocab_size)
     batches = TokenBatches(encode_files(tokenizer, corpus.train), options.length, options.batch_size, options.seed)
     model = initial_model(options.size, options.seed)
@@ -122,7 +121,8 @@ def _loop(run: Run, batches: TokenBatches, options: Options, log: Callable[[str]
     losses_of = TrainingForward(run.model, options.matmul_dtype, compiled=options.compiled)
     parameters = list(run.model.parameters())
     progress = run.progress
-    last_time, last_save, recent = None, progress.seconds, []
+    last_time: float | None = None
+    last_save, recent = progress.seconds, []
     for ids_BL, targets_BL in batches.starting_at(progress.step):
         fraction = progress.fraction(options)
         if fraction >= 1:
