@@ -1,9 +1,9 @@
 """A runtime for hybrid language models: attention mixed with recurrent layers, one prefix cache for both.
 
-    from hybrid_runtime import HybridRuntime, SamplingParams
+from hybrid_runtime import HybridRuntime, SamplingParams
 
-    with HybridRuntime("tiny") as rt:
-        print(rt.generate("def add(a, b):", SamplingParams(max_tokens=32, temperature=0.0))[0].outputs[0].text)
+with HybridRuntime("tiny") as rt:
+    print(rt.generate("def add(a, b):", SamplingParams(max_tokens=32, temperature=0.0))[0].outputs[0].text)
 """
 
 from __future__ import annotations

@@ -53,6 +53,8 @@ class HybridRuntime:
         **overrides: Any,
     ) -> None:
         self.config = RuntimeConfig.with_overrides(config, overrides)
+        if not isinstance(model, PreTrainedModel | str | os.PathLike):
+            raise invalid("model", model, "must be a transformers model, a checkpoint folder, a hub id or 'tiny'")
         dtype = None if self.config.dtype is None else getattr(torch, self.config.dtype)
         loaded = load_model(model, dtype, _device(self.config.device))
         self.model = loaded.hybrid_model
@@ -186,9 +188,10 @@ class HybridRuntime:
         """Aborts what is unfinished and gives the pools' memory back. May be called any number of times."""
         if not self._is_closed:
             self._is_closed = True
-            for request_id in list(self._engine.groups):
-                self._engine.abort(request_id)
+            for group in list(self._engine.groups.values()):
+                self._engine.discard(group)
             self._undelivered.clear()
+            self._driven.clear()
             self._engine.memory.free()
 
     def __enter__(self) -> HybridRuntime:
@@ -248,10 +251,11 @@ class HybridRuntime:
         self._require_open()
         group = self._queue(prompt, params)
         try:
-            while not group.finished:
-                self._advance()
+            while group.has_news or not group.finished:
                 if group.has_news:
                     yield group.take_delta()
+                else:
+                    self._advance()
         finally:
             self._abandon([group])
 
@@ -263,8 +267,7 @@ class HybridRuntime:
 
     def _abandon(self, groups: Sequence[RequestGroup]) -> None:
         for group in groups:
-            if not group.finished:
-                self._engine.abort(group.request_id)
+            self._engine.discard(group)
 
     def _is_known(self, request_id: str) -> bool:
         return request_id in self._engine.groups or request_id in self._driven
@@ -277,7 +280,11 @@ class HybridRuntime:
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    device = torch.device(name)
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= num_devices:
+        raise invalid("device", name, f"must name one of the {num_devices} CUDA devices there are")
+    return device
 
 
 def _params_per_prompt(

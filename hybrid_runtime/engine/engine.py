@@ -72,6 +72,13 @@ class Engine:
             self._recover()
             raise
 
+    def discard(self, group: RequestGroup) -> None:
+        """Ends a request, if it has not ended, whose outputs nobody waits for: no step delivers it."""
+        if not group.finished:
+            self.abort(group.request_id)
+        if self._progressed.get(group.request_id) is group:
+            del self._progressed[group.request_id]
+
     def step(self) -> list[RequestGroup]:
         """One iteration. Returns the requests that have something new, those that ended included.
 

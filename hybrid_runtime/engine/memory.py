@@ -11,8 +11,8 @@ from hybrid_runtime.memory.allocator import SlotAllocator
 from hybrid_runtime.memory.plan import MemoryPlan
 from hybrid_runtime.memory.pools import LayerSpec, Pool
 from hybrid_runtime.memory.request_table import RequestTable
-from hybrid_runtime.memory.supply import SlotSupply
 from hybrid_runtime.scheduling.request import Request
+from hybrid_runtime.scheduling.supply import SlotSupply
 
 
 class EngineMemory:

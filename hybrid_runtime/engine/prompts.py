@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Number
 from typing import Any
 
 from hybrid_runtime.engine.request_group import Prompt
@@ -12,19 +12,18 @@ PromptLike = str | Sequence[int]
 
 
 def split_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
-    """One prompt or several, as a list: a string or a sequence of integers is one prompt.
+    """One prompt or several, as a list: a string or a sequence of numbers is one prompt.
 
     Raises ValueError if there is none.
     """
     if isinstance(prompts, str):
         return [prompts]
-    if not _is_sequence(prompts):
+    items = _as_sequence(prompts)
+    if items is None:
         raise ValueError(f"prompts must be a string, token ids, or a list of either, not {prompts!r}")
-    if len(prompts) == 0:
+    if len(items) == 0:
         raise ValueError(f"prompts is empty: {prompts!r}")
-    if all(_is_token_id(item) for item in prompts):
-        return [prompts]  # type: ignore[list-item]  # every item is an integer
-    return list(prompts)  # type: ignore[arg-type]  # each is checked by encode_prompt
+    return [items] if all(isinstance(item, Number) for item in items) else list(items)
 
 
 class PromptEncoder:
@@ -57,21 +56,28 @@ class PromptEncoder:
             raise ValueError(
                 f"a tokenizer is needed for the text prompt {_shorten(text)}: pass tokenizer=, or token ids"
             )
-        return tuple(self._tokenizer(text)["input_ids"])
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text prompt {_shorten(text)} cannot be encoded: {error}") from error
+        return self._check_ids(self._tokenizer(text)["input_ids"])
 
     def _check_ids(self, prompt: PromptLike) -> tuple[int, ...]:
-        if not _is_sequence(prompt):
+        items = _as_sequence(prompt)
+        if items is None:
             raise ValueError(f"a prompt must be a string or a sequence of token ids, not {prompt!r}")
-        for token_id in prompt:
+        for token_id in items:
             if not _is_token_id(token_id):
                 raise ValueError(f"a prompt's token ids must be integers, not {token_id!r}")
             if not 0 <= int(token_id) < self._vocab_size:
                 raise ValueError(f"token id {token_id} of a prompt is outside the vocabulary 0..{self._vocab_size - 1}")
-        return tuple(int(token_id) for token_id in prompt)
+        return tuple(int(token_id) for token_id in items)
 
 
-def _is_sequence(value: object) -> bool:
-    return hasattr(value, "__len__") and hasattr(value, "__iter__") and not isinstance(value, bytes | dict | set)
+def _as_sequence(value: Any) -> Sequence[Any] | None:
+    """The items of a list, tuple, range, array or tensor; None for what has no order or no items."""
+    items = value.tolist() if hasattr(value, "tolist") else value
+    return items if isinstance(items, Sequence) and not isinstance(items, str | bytes) else None
 
 
 def _is_token_id(value: object) -> bool:

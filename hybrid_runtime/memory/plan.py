@@ -9,7 +9,8 @@ from hybrid_runtime.config import RuntimeConfig
 from hybrid_runtime.memory.pools import LayerSpec, bytes_per_slot
 
 KV_SLOTS_PER_STATE = 512  # unless told otherwise, the pools hold one state per that many tokens of KV
-NUM_FULL_BATCHES = 8  # and never more KV than that many batches of `max_num_seqs` requests of full length
+NUM_BATCHES = 8  # and KV for that many batches of `max_num_seqs` requests ...
+TYPICAL_LEN = 2048  # ... of that many tokens, if memory allows: more would rarely be hit
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ def plan_memory(
     limit = available_bytes if config.memory_bytes is None else config.memory_bytes
 
     wanted_len = config.max_model_len or min(model_max_len, config.num_kv_slots or model_max_len)
-    num_states = config.num_state_slots or _choose_num_states(config, wanted_len, kv_bytes, state_bytes, limit)
-    num_kv = config.num_kv_slots or _choose_num_kv(config, wanted_len, kv_bytes, state_bytes * (num_states + 1), limit)
+    most_kv = max(wanted_len, config.max_num_seqs * min(wanted_len, TYPICAL_LEN) * NUM_BATCHES)
+    num_states = config.num_state_slots or _choose_num_states(config, most_kv, kv_bytes, state_bytes, limit)
+    num_kv = config.num_kv_slots or _choose_num_kv(most_kv, kv_bytes, limit - state_bytes * (num_states + 1))
     plan = MemoryPlan(num_kv, num_states, config.max_model_len or min(wanted_len, num_kv), kv_bytes, state_bytes)
 
     if plan.num_bytes > limit:
@@ -72,17 +74,20 @@ def plan_memory(
     return plan
 
 
-def _choose_num_states(config: RuntimeConfig, max_len: int, kv_bytes: int, state_bytes: int, limit: int) -> int:
-    """One state per `KV_SLOTS_PER_STATE` tokens of KV, two per row at least, within half of the memory."""
+def _choose_num_states(config: RuntimeConfig, most_kv: int, kv_bytes: int, state_bytes: int, limit: int) -> int:
+    """One state per `KV_SLOTS_PER_STATE` tokens of KV and two per row at least, beside the KV that was asked for."""
     num_kv = config.num_kv_slots
     if num_kv is None:
         affordable = limit // max(1, kv_bytes * KV_SLOTS_PER_STATE + state_bytes) * KV_SLOTS_PER_STATE
-        num_kv = min(affordable, max_len * config.max_num_seqs * NUM_FULL_BATCHES)
+        num_kv = min(affordable, most_kv)
     wanted = max(2 * config.max_num_seqs, num_kv // KV_SLOTS_PER_STATE)
-    return max(1, min(wanted, limit // 2 // state_bytes - 1)) if state_bytes else wanted
+    if state_bytes == 0:
+        return wanted
+    needed_kv = config.num_kv_slots or config.max_model_len or 0
+    room = limit - (needed_kv + 1) * kv_bytes if needed_kv else limit // 2
+    return max(1, min(wanted, room // state_bytes - 1))
 
 
-def _choose_num_kv(config: RuntimeConfig, max_len: int, kv_bytes: int, states_bytes: int, limit: int) -> int:
-    """What is left beside the states, but no more than the rows can use several times over."""
-    most = max_len * config.max_num_seqs * NUM_FULL_BATCHES
-    return max(1, min(most, (limit - states_bytes) // kv_bytes - 1)) if kv_bytes else most
+def _choose_num_kv(most_kv: int, kv_bytes: int, room: int) -> int:
+    """What fits into `room` bytes, but no more than is of use."""
+    return max(1, min(most_kv, room // kv_bytes - 1)) if kv_bytes else most_kv

@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_runtime.cache.radix_cache import LockReceipt
+from hybrid_runtime.cache.receipt import LockReceipt
 from hybrid_runtime.memory.slots import StateSlot
 from hybrid_runtime.sampling_params import SamplingParams
 

@@ -15,8 +15,8 @@ from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.results import Checkpoint, InsertResult, PrefixMatch
 from hybrid_runtime.memory.request_table import RequestTable
 from hybrid_runtime.memory.slots import StateSlot
-from hybrid_runtime.memory.supply import SlotSupply
 from hybrid_runtime.scheduling.request import PrefixHit, Request, RequestStatus, Residence
+from hybrid_runtime.scheduling.supply import SlotSupply
 
 NO_TOKENS = np.empty(0, dtype=np.int32)
 

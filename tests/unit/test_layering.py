@@ -51,7 +51,7 @@ LAYERS = {
     "data": layer(". errors config sampling_params outputs memory"),
     "slots": layer("memory.slots", packages="numpy"),
     "control": layer(
-        "cache scheduling text memory.allocator memory.request_table memory.supply",
+        "cache scheduling text memory.allocator memory.request_table",
         layers="data slots",
         packages="numpy",
     ),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hybrid_runtime.cache.radix_cache import LockReceipt, RadixCache
 from hybrid_runtime.errors import PoolExhausted
 from hybrid_runtime.memory.allocator import SlotAllocator
-from hybrid_runtime.memory.supply import SlotSupply
+from hybrid_runtime.scheduling.supply import SlotSupply
 from tests.cache.helpers import checkpoint, ints, kv_contents, state_contents
 
 NUM_KV, NUM_STATES = 14, 5
