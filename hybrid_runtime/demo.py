@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import torch
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from hybrid_runtime import HybridRuntime, RequestOutput, SamplingParams
-from hybrid_runtime.outputs import PoolStats
+from hybrid_runtime.outputs import RuntimeStats
 
 HEADER = '''"""A small inventory: items, their stock, and the orders that change it."""
 
@@ -80,7 +81,8 @@ def main() -> None:
     """Generates, measures, and prints what was measured and what was generated."""
     console = Console()
     prompts = [HEADER + ending for ending in ENDINGS.values()]
-    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7, top_p=0.9, seed=1)
+    torch.set_num_threads(1)  # the model is too small to gain from more
     started = time.perf_counter()
     with HybridRuntime("tiny", max_num_seqs=len(prompts)) as rt:
         assert rt.tokenizer is not None
@@ -90,29 +92,38 @@ def main() -> None:
             f"{MAX_TOKENS} new tokens each, all at once; then the same again."
         )
         table = _new_table()
+        runs: list[list[RequestOutput]] = []
+        pool_use: list[str] = []
         for name in ("cold", "warm"):
             started = time.perf_counter()
             outputs = rt.generate(prompts, params, use_tqdm=True)
             seconds = time.perf_counter() - started
-            stats = rt.stats()
-            _add_run(table, name, outputs, seconds, _usage(stats.kv), _usage(stats.state))
+            _add_run(table, name, outputs, seconds)
+            runs.append(outputs)
+            pool_use.append(f"Pools after the {name} run: {_pool_use(rt.stats())}.")
     console.print(table)
-    for name, output in zip(ENDINGS, outputs, strict=True):
+    console.print("\n".join(pool_use))
+    num_equal = sum(a.outputs[0].text == b.outputs[0].text for a, b in zip(*runs, strict=True))
+    console.print(f"{num_equal} of {len(prompts)} completions are the same cold and warm. They are:")
+    for name, output in zip(ENDINGS, runs[-1], strict=True):
         completion = Text(ENDINGS[name], style="dim").append(output.outputs[0].text, style="bold")
         console.print(Panel(completion, title=name, title_align="left"))
 
 
 def _new_table() -> Table:
     table = Table(title="Prefix cache, cold and warm")
-    for column in ("run", "prompt", "prompt tokens", "cached", "checkpoint", "first token", "tokens/s", "KV", "states"):
-        table.add_column(column, justify="left" if column in ("run", "prompt", "checkpoint") else "right")
+    table.add_column("run")
+    table.add_column("prompt")
+    for column in ("tokens", "cached"):
+        table.add_column(column, justify="right")
+    table.add_column("checkpoint")
+    for column in ("first token", "tokens/s"):
+        table.add_column(column, justify="right")
     return table
 
 
-def _add_run(
-    table: Table, run: str, outputs: Sequence[RequestOutput], seconds: float, kv_usage: str, state_usage: str
-) -> None:
-    """A row per request, then one for the whole run, with the pools as it left them."""
+def _add_run(table: Table, run: str, outputs: Sequence[RequestOutput], seconds: float) -> None:
+    """A row per request, then one for the whole run."""
     for name, output in zip(ENDINGS, outputs, strict=True):
         metrics = output.metrics
         num_tokens = len(output.outputs[0].token_ids)
@@ -121,27 +132,27 @@ def _add_run(
             name,
             str(len(output.prompt_token_ids)),
             str(output.num_cached_tokens),
-            output.checkpoint_origin or f"none ({output.cache_miss_reason})",
+            output.checkpoint_origin or f"none: {output.cache_miss_reason}",
             f"{1000 * (metrics.time_to_first_token or 0):.0f} ms",
             f"{num_tokens / metrics.latency:.0f}" if metrics.latency else "",
         )
-    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     table.add_row(
         run,
         "all",
         str(sum(len(output.prompt_token_ids) for output in outputs)),
         str(sum(output.num_cached_tokens for output in outputs)),
         "",
-        "",
-        f"{num_tokens / seconds:.0f}",
-        kv_usage,
-        state_usage,
+        f"run {seconds:.2f} s",
+        f"{sum(len(output.outputs[0].token_ids) for output in outputs) / seconds:.0f}",
         end_section=True,
     )
 
 
-def _usage(pool: PoolStats) -> str:
-    return f"{pool.total - pool.free:,}/{pool.total:,}"
+def _pool_use(stats: RuntimeStats) -> str:
+    return ", ".join(
+        f"{pool.total - pool.free:,} of {pool.total:,} {name} slots"
+        for name, pool in (("KV", stats.kv), ("state", stats.state))
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -98,10 +98,10 @@ class HybridRuntime:
             for prompt, each in zip(encoded, params, strict=True):
                 groups.append(self._queue(prompt, each))
             with tqdm(total=len(groups), desc="requests", unit="request", disable=not use_tqdm) as bar:
-                while num_left := sum(not group.finished for group in groups):
-                    bar.update(len(groups) - num_left - bar.n)
+                while any(not group.finished for group in groups):
                     self._advance()
-                bar.update(len(groups) - bar.n)
+                    if use_tqdm:
+                        _show_progress(bar, groups)
         finally:
             self._abandon(groups)
         return [group.output() for group in groups]
@@ -285,6 +285,12 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= num_devices:
         raise invalid("device", name, f"must name one of the {num_devices} CUDA devices there are")
     return device
+
+
+def _show_progress(bar: tqdm[NoReturn], groups: Sequence[RequestGroup]) -> None:
+    num_tokens = sum(completion.num_tokens for group in groups for completion in group.completions)
+    bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
+    bar.update(sum(group.finished for group in groups) - bar.n)
 
 
 def _params_per_prompt(
