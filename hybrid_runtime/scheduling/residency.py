@@ -103,9 +103,10 @@ class Residency:
     def donate(self, request: Request, origin: str) -> None:
         """Moves a request out and leaves what it computed, with its working slot as a checkpoint, in the tree."""
         residence = request.resident
-        if not (self.enabled and residence.has_run):
+        if not self.enabled:
             self.vacate(request)
             return
+        assert residence.has_run, "admitted and not run: its working slot holds nothing worth keeping"
         result = self._insert(request, Checkpoint(request.num_computed_tokens, residence.working_slot, origin))
         self._move_out(request, first_own=result.kv_length)
 

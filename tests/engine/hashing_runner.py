@@ -1,0 +1,115 @@
+"""A runner whose "model" is a hash: exact, fast, and wrong the moment anything reads a slot that is not its own.
+
+The KV of a token is the hash of all tokens up to it, a state is the hash of all tokens it covers, and the next token is
+drawn from the state. So the content of every slot can be checked at any time without a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hybrid_runtime.engine.memory import EngineMemory
+from hybrid_runtime.engine.runner import PrefillResult, SampledToken
+from hybrid_runtime.scheduling.request import Request
+from hybrid_runtime.scheduling.residency import Admission
+from hybrid_runtime.scheduling.scheduler import PrefillChunk
+
+POISON = "nobody's"
+NUM_TOKENS = 3
+
+
+def content(tokens: Sequence[int] | np.ndarray) -> str:
+    return ".".join(str(int(token)) for token in tokens)
+
+
+def next_token(state: str, sample_index: int) -> int:
+    """Any fixed function that varies will do; few different tokens make prompts meet outputs."""
+    return sum((place + 1 + sample_index) * ord(letter) for place, letter in enumerate(state)) % 101 % NUM_TOKENS
+
+
+class HashingRunner:
+    """Has the methods of `ModelRunner` that the engine calls.
+
+    `before_forward` is called with the requests of each forward; if it raises, their states and KV are left half
+    written. `is_invalid` says whether the next logits of a request are NaN.
+    """
+
+    def __init__(self, memory: EngineMemory) -> None:
+        self.memory = memory
+        self.kv = [POISON] * (memory.supply.kv.num_slots + 1)
+        self.states = [POISON] * (memory.supply.states.num_slots + 1)
+        self.before_forward: Callable[[Sequence[Request]], None] = lambda requests: None
+        self.is_invalid: Callable[[Request], bool] = lambda request: False
+
+    def poison_free_slots(self) -> None:
+        for slot in self.memory.supply.kv.free_slots():
+            self.kv[slot] = POISON
+        for slot in self.memory.supply.states.free_slots():
+            self.states[slot] = POISON
+
+    def check_tree(self) -> None:
+        """Every node's KV and state are those of the tokens from the root to its end."""
+        prefixes = {self.memory.cache.root: ""}
+        for node in self.memory.cache.nodes():
+            assert node.parent is not None
+            prefix = prefixes[node.parent]
+            for token, slot in zip(node.key, node.kv_slots, strict=True):
+                prefix = f"{prefix}.{int(token)}" if prefix else str(int(token))
+                assert self.kv[slot] == prefix, (self.kv[slot], prefix)
+            prefixes[node] = prefix
+            if node.state_slot is not None:
+                assert self.states[node.state_slot] == prefix, (self.states[node.state_slot], prefix)
+
+    def prepare_states(self, admissions: Sequence[Admission]) -> None:
+        for admission in admissions:
+            source = admission.copied_from
+            self.states[admission.request.resident.working_slot] = "" if source is None else self.states[source]
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> PrefillResult:
+        self._start_forward([chunk.request for chunk in chunks])
+        for chunk in chunks:
+            self._compute(chunk.request, chunk.start, chunk.stop)
+            if chunk.checkpoint is not None:
+                tokens = chunk.request.tokens[: chunk.checkpoint.length]
+                self.states[chunk.checkpoint.state_slot] = content(tokens)
+        return PrefillResult([self._sample(chunk.request) for chunk in chunks if chunk.is_last], [])
+
+    def decode(self, requests: Sequence[Request]) -> list[SampledToken]:
+        self._start_forward(requests)
+        for request in requests:
+            assert request.num_uncomputed_tokens == 1
+            self._compute(request, request.num_computed_tokens, request.num_tokens)
+        return [self._sample(request) for request in requests]
+
+    def _start_forward(self, requests: Sequence[Request]) -> None:
+        assert len({id(request) for request in requests}) == len(requests)
+        try:
+            self.before_forward(requests)
+        except BaseException:
+            for request in requests:  # half written
+                self.states[request.resident.working_slot] = POISON
+                own = self.memory.table.slots[request.resident.row, request.num_computed_tokens : request.num_tokens]
+                for slot in own:
+                    self.kv[slot] = POISON
+            raise
+
+    def _compute(self, request: Request, start: int, stop: int) -> None:
+        """Checks all that the forward would read, then writes what it would write."""
+        residence = request.resident
+        slots = self.memory.table.slots[residence.row]
+        assert stop <= residence.num_kv_slots
+        assert start == request.num_computed_tokens
+        assert self.states[residence.working_slot] == content(request.tokens[:start])
+        for position in range(start):
+            assert self.kv[slots[position]] == content(request.tokens[: position + 1])
+        for position in range(start, stop):
+            assert position >= residence.protected_length, "the tree's KV would be overwritten"
+            self.kv[slots[position]] = content(request.tokens[: position + 1])
+        self.states[residence.working_slot] = content(request.tokens[:stop])
+
+    def _sample(self, request: Request) -> SampledToken:
+        state = self.states[request.resident.working_slot]
+        is_valid = not self.is_invalid(request)
+        return SampledToken(request, next_token(state, request.sample_index), None, is_valid)
