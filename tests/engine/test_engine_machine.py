@@ -190,10 +190,8 @@ class EngineMachine(RuleBasedStateMachine):
             if sample.finish_reason == "length":
                 assert list(sample.token_ids) == expected
             else:
-                assert (
-                    (sample.finish_reason == "abort"
-                    and request_id in self.aborted)
-                    or (sample.finish_reason == "error" and self.num_faults)
+                assert (sample.finish_reason == "abort" and request_id in self.aborted) or (
+                    sample.finish_reason == "error" and self.num_faults
                 )
                 assert list(sample.token_ids) == expected[: len(sample.token_ids)]
 

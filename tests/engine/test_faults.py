@@ -90,6 +90,15 @@ def test_nothing_of_a_failed_forward_is_kept(monkeypatch: pytest.MonkeyPatch) ->
         assert_idle(rt)
 
 
+def test_a_prefill_that_ends_in_nan_leaves_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    with runtime_of("kda") as rt:
+        _wrap(rt, monkeypatch, lambda token_ids, logits: torch.full_like(logits, torch.nan))
+        [output] = rt.generate(_prompts()[0], greedy(3))
+        assert output.outputs[0].finish_reason == "error"
+        assert rt.prefix_cache.num_nodes == 0
+        assert_idle(rt)
+
+
 def test_nan_logits_are_an_error_not_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = _prompts()
     expected = solo_tokens("kda", prompts[1:], [8] * 3)

@@ -78,6 +78,20 @@ def test_a_full_hit_costs_one_decode_row(rng: np.random.Generator) -> None:
         assert (runner.num_prefill_forwards, runner.num_decode_forwards) == (prefills, decodes + 1)
 
 
+def test_a_hit_pins_its_checkpoint_only_until_it_is_copied(rng: np.random.Generator) -> None:
+    """Else every running request would hold a second state, and small pools could keep no checkpoint."""
+    prompt = random_tokens(rng, 40)
+    with runtime_of("kda") as rt:
+        rt.generate(prompt, greedy(1))
+        rt.add_request([*prompt, *random_tokens(rng, 5)], greedy(4))
+        rt.step()
+        assert rt.prefix_cache.num_protected_kv >= 39
+        assert rt.prefix_cache.num_protected_states == 0
+        while rt.has_unfinished:
+            rt.step()
+        assert_idle(rt)
+
+
 def test_abort_keeps_what_was_computed(rng: np.random.Generator) -> None:
     """Aborted in the middle of its prefill, a request leaves its working slot, and the next one resumes from it."""
     prompt = random_tokens(rng, 90)
