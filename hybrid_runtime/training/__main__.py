@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         "tar of them.",
     )
     measure.add_argument("folder", type=Path, help="transformers folder of a kimi_linear model")
-    measure.add_argument("--window", type=int, default=1024, help="tokens read at once; windows overlap by half")
+    measure.add_argument("--window", type=int, default=512, help="tokens read at once; windows overlap by half")
     measure.add_argument("--every", type=int, default=1, help="measure on every n-th held-out file only")
     return parser
 

@@ -79,7 +79,7 @@ def bits_per_byte(
     tokenizer: PreTrainedTokenizerFast,
     files: Sequence[SourceFile],
     *,
-    window: int = 1024,
+    window: int = 512,
     matmul_dtype: torch.dtype = torch.float32,
     progress: Callable[[str], None] = lambda line: None,
 ) -> BitsPerByte:

@@ -21,7 +21,8 @@ FOLDER = Path(hybrid_runtime.__file__).parent / "checkpoints" / "tiny"
 MAX_FOLDER_BYTES = 12_000_000
 HELD_OUT_FILE = "asyncio/queues.py"
 SNIPPET_CHARACTERS = 3000
-MAX_BITS_PER_BYTE = 1.5
+# 0.921 measured for Python 3.11; the file differs a little between versions
+MAX_BITS_PER_BYTE = 1.05
 
 
 @pytest.fixture(scope="module")
