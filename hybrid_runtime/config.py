@@ -29,7 +29,7 @@ class RuntimeConfig:
 
     device: str = "auto"  # "auto": CUDA where there is one, else the CPU; or "cpu", "cuda", "cuda:<index>"
     dtype: str | None = None  # of weights and activations, one of DTYPES; None: as the model
-    state_dtype: str = "float32"  # of the recurrent states in their pool, one of STATE_DTYPES
+    state_dtype: str = "float32"  # of the recurrent states in their pool; a float64 model's are float64 anyhow
     kv_dtype: str | None = None  # of K and V in their pool, one of DTYPES; None: as `dtype`
     max_num_seqs: int = 32  # rows that run at once
     max_model_len: int | None = None  # tokens of prompt and output together; None: the model's limit, if it fits
@@ -57,6 +57,7 @@ class RuntimeConfig:
         require_int("seed", self.seed, minimum=0, maximum=INT64_MAX)
         for name in ("enable_prefix_cache", "debug_checks"):
             require_bool(name, getattr(self, name))
+        normalize_integers(self)
 
     @classmethod
     def with_overrides(cls, config: RuntimeConfig | None, overrides: Mapping[str, Any]) -> RuntimeConfig:
@@ -79,6 +80,14 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int | None =
         raise invalid(name, value, "must be an integer")
     if int(value) < minimum or (maximum is not None and int(value) > maximum):
         raise invalid(name, value, f"must be at least {minimum}" + ("" if maximum is None else f", at most {maximum}"))
+
+
+def normalize_integers(instance: Any) -> None:
+    """Makes every integer field of a frozen dataclass a plain int: NumPy's would overflow in later arithmetic."""
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if isinstance(value, Integral) and not isinstance(value, bool):
+            object.__setattr__(instance, field.name, int(value))
 
 
 def require_number(name: str, value: object, *, minimum: float = -math.inf, maximum: float = math.inf) -> None:

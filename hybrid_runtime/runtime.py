@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -37,8 +37,9 @@ class HybridRuntime:
     """Serves many requests at once on one hybrid model, reusing common prefixes of KV and recurrent states.
 
     `model`: a transformers model in memory (its parameters are shared, not copied), a checkpoint folder or hub id, or
-    "tiny", the bundled checkpoint. `tokenizer`: a transformers tokenizer; by default the checkpoint's. `overrides` are
-    fields of `RuntimeConfig`. Not safe for use from several threads at once.
+    "tiny", the bundled checkpoint. Change its weights in place only, and empty the prefix cache then. `tokenizer`: a
+    transformers tokenizer; by default the checkpoint's. `overrides` are fields of `RuntimeConfig`. Not safe for use
+    from several threads at once.
 
     Raises ValueError for a wrong option or for pools that do not fit, UnsupportedModelError for an unknown
     architecture, FileNotFoundError for a missing folder.
@@ -56,7 +57,7 @@ class HybridRuntime:
         if not isinstance(model, PreTrainedModel | str | os.PathLike):
             raise invalid("model", model, "must be a transformers model, a checkpoint folder, a hub id or 'tiny'")
         dtype = None if self.config.dtype is None else getattr(torch, self.config.dtype)
-        loaded = load_model(model, dtype, _device(self.config.device))
+        loaded = load_model(model, dtype, _device(self.config.device), needs_tokenizer=tokenizer is None)
         self.model = loaded.hybrid_model
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
         self.plan, self._engine = _build_engine(self.config, self.model, self.tokenizer)
@@ -108,7 +109,7 @@ class HybridRuntime:
 
     def stream(
         self, prompt: PromptLike, sampling_params: SamplingParams | None = None, **sampling: Any
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Completes one prompt; yields an output per step that brought something, each holding only what is new.
 
         Bad input raises ValueError here; the request is queued when the first item is asked for. Closing the iterator
@@ -149,9 +150,12 @@ class HybridRuntime:
         """One engine iteration; returns every request that has something new, with everything it has so far."""
         self._require_open()
         self._advance()
-        groups, self._undelivered = list(self._undelivered.values()), {}
+        groups = list(self._undelivered.values())
+        outputs = [group.output() for group in groups]
+        # Only now, and at once: what an interrupt finds here is delivered by the next call.
         self._driven -= {group.request_id for group in groups if group.finished}
-        return [group.output() for group in groups]
+        self._undelivered = {}
+        return outputs
 
     def abort(self, request_id: str) -> None:
         """Ends a request at any moment; what it computed stays in the cache.
@@ -159,6 +163,8 @@ class HybridRuntime:
         The next `step()` delivers it with `finish_reason="abort"`. An id that no unfinished request has is ignored.
         """
         self._require_open()
+        if not isinstance(request_id, str):
+            raise invalid("request_id", request_id, "must be a string")
         self._engine.abort(request_id)
 
     @property
@@ -176,9 +182,7 @@ class HybridRuntime:
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache. Raises RuntimeError while requests are running."""
         self._require_open()
-        if self._engine.scheduler.running:
-            raise RuntimeError(f"{len(self._engine.scheduler.running)} requests are running on the prefix cache")
-        self._engine.memory.supply.release(self.prefix_cache.reset())
+        self._engine.reset_prefix_cache()
 
     def stats(self) -> RuntimeStats:
         """Counters of pools, cache and scheduler, now."""
@@ -187,12 +191,14 @@ class HybridRuntime:
     def close(self) -> None:
         """Aborts what is unfinished and gives the pools' memory back. May be called any number of times."""
         if not self._is_closed:
+            self._engine.require_idle("close()")
             self._is_closed = True
-            for group in list(self._engine.groups.values()):
-                self._engine.discard(group)
-            self._undelivered.clear()
-            self._driven.clear()
-            self._engine.memory.free()
+            try:
+                self._abandon(list(self._engine.groups.values()))
+            finally:
+                self._undelivered.clear()
+                self._driven.clear()
+                self._engine.memory.free()
 
     def __enter__(self) -> HybridRuntime:
         return self
@@ -247,7 +253,7 @@ class HybridRuntime:
         self._engine.add(group)
         return group
 
-    def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
+    def _stream(self, prompt: Prompt, params: SamplingParams) -> Generator[RequestOutput, None, None]:
         self._require_open()
         group = self._queue(prompt, params)
         try:
@@ -261,16 +267,26 @@ class HybridRuntime:
 
     def _advance(self) -> None:
         """One engine step; keeps what it brought for those who drive the loop."""
-        for group in self._engine.step():
-            if group.request_id in self._driven:
-                self._undelivered[group.request_id] = group
+        self._engine.step()
+        self._take_progressed()
+
+    def _take_progressed(self) -> None:
+        progressed = self._engine.progressed
+        for request_id, group in list(progressed.items()):
+            if request_id in self._driven:
+                self._undelivered[request_id] = group
+            progressed.pop(request_id, None)
 
     def _abandon(self, groups: Sequence[RequestGroup]) -> None:
+        """Aborts requests whose outputs nobody waits for any more, unless they have ended."""
         for group in groups:
-            self._engine.discard(group)
+            if not group.finished:
+                self._engine.abort(group.request_id)
+        self._take_progressed()
 
     def _is_known(self, request_id: str) -> bool:
-        return request_id in self._engine.groups or request_id in self._driven
+        engine = self._engine
+        return any(request_id in known for known in (engine.groups, engine.progressed, self._driven, self._undelivered))
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -307,7 +323,7 @@ def _params_per_prompt(
 
 def _build_engine(config: RuntimeConfig, model: HybridModel, tokenizer: Any | None) -> tuple[MemoryPlan, Engine]:
     kv_layers = model.kv_layers(None if config.kv_dtype is None else getattr(torch, config.kv_dtype))
-    state_layers = model.state_layers(getattr(torch, config.state_dtype))
+    state_layers = model.state_layers(torch.promote_types(getattr(torch, config.state_dtype), model.dtype))
     plan = plan_memory(
         config,
         kv_layers,

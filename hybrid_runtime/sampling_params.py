@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybrid_runtime.config import (
     INT64_MAX,
     invalid,
+    normalize_integers,
     require_bool,
     require_int,
     require_known,
     require_number,
 )
 
+MAX_SAMPLES = 16384  # of one prompt, as in vLLM
 _SHORTHANDS = {"max_new_tokens": "max_tokens"}
 
 
@@ -36,8 +38,8 @@ class SamplingParams:
     min_p: float = 0.0
     n: int = 1  # samples of the same prompt
     seed: int | None = None  # None: drawn from the runtime's
-    stop: str | tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     presence_penalty: float = 0.0
@@ -56,6 +58,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        normalize_integers(self)
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
@@ -81,7 +84,7 @@ class SamplingParams:
             raise invalid("repetition_penalty", self.repetition_penalty, "must be above 0")
         if self.seed is not None:
             require_int("seed", self.seed, minimum=-INT64_MAX - 1, maximum=INT64_MAX)
-        require_int("n", self.n, minimum=1)
+        require_int("n", self.n, minimum=1, maximum=MAX_SAMPLES)
         if self.n > 1 and self.temperature == 0:
             raise invalid("n", self.n, "must be 1 with temperature 0, whose samples are all the same")
 
@@ -93,7 +96,7 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as it is kept: a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else self.stop
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @classmethod
     def from_kwargs(cls, base: SamplingParams | None, kwargs: Mapping[str, Any]) -> SamplingParams:
@@ -127,7 +130,7 @@ class SamplingParams:
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else _as_tuple("stop", stop)
+    strings = (stop,) if isinstance(stop, str) else _as_tuple("stop", () if stop is None else stop)
     for string in strings:
         if not isinstance(string, str) or not string:
             raise invalid("stop", stop, "must be non-empty strings")
@@ -136,11 +139,11 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
 
 
 def _stop_token_ids(token_ids: object) -> tuple[int, ...]:
-    ids = _as_tuple("stop_token_ids", token_ids)
+    ids = _as_tuple("stop_token_ids", () if token_ids is None else token_ids)
     for token_id in ids:
         require_int("stop_token_ids", token_id, minimum=0)
     _require_distinct("stop_token_ids", ids)
-    return ids
+    return tuple(int(token_id) for token_id in ids)
 
 
 def _logit_bias(logit_bias: object) -> dict[int, float]:
@@ -149,7 +152,7 @@ def _logit_bias(logit_bias: object) -> dict[int, float]:
     for token_id, bias in logit_bias.items():
         require_int("logit_bias", token_id, minimum=0)
         require_number(f"logit_bias[{token_id}]", bias, minimum=-100.0, maximum=100.0)
-    return dict(logit_bias)
+    return {int(token_id): float(bias) for token_id, bias in logit_bias.items()}
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:

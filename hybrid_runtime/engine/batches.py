@@ -25,8 +25,7 @@ class PrefillBatch:
     """Inputs of a prefill, and which of its M rows of logits are for what."""
 
     inputs: PrefillInputs
-    sampled: tuple[Request, ...]  # those whose next token this forward gives ...
-    sampled_rows_N: Tensor  # ... and the rows of logits that do; int64
+    last_rows_S: Tensor  # of the last token of each chunk; int64
     scored: tuple[ScoredSpan, ...]  # prompt tokens whose logprobs are wanted
 
 
@@ -56,8 +55,7 @@ def build_prefill(
         state_slots.append(chunk.request.resident.working_slot)
 
     logits_tokens: list[int] = []
-    sampled: list[Request] = []
-    sampled_rows: list[int] = []
+    last_rows: list[int] = []
     scored: list[ScoredSpan] = []
     begin = 0
     for chunk, length in zip(chunks, lengths, strict=True):
@@ -68,10 +66,8 @@ def build_prefill(
             if start < stop:
                 scored.append(ScoredSpan(chunk.request, start, stop, len(logits_tokens)))
                 logits_tokens.extend(range(begin + start - chunk.start, begin + stop - chunk.start))
-        if chunk.is_last:
-            sampled.append(chunk.request)
-            sampled_rows.append(len(logits_tokens))
-            logits_tokens.append(begin + length - 1)
+        last_rows.append(len(logits_tokens))
+        logits_tokens.append(begin + length - 1)
         begin += length
 
     def indices(values: Sequence[int] | np.ndarray) -> Tensor:
@@ -90,7 +86,7 @@ def build_prefill(
         state_slots_R=indices(state_slots),
         logits_tokens_M=indices(logits_tokens),
     )
-    return PrefillBatch(inputs, tuple(sampled), indices(sampled_rows), tuple(scored))
+    return PrefillBatch(inputs, indices(last_rows), tuple(scored))
 
 
 def build_decode(requests: Sequence[Request], table: RequestTable, *, device: torch.device) -> DecodeInputs:

@@ -43,7 +43,7 @@ class Completion:
         self._tokenizer = tokenizer
         self._max_output_tokens = max_output_tokens
         self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
-        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._stop_token_ids = frozenset(params.stop_token_ids or ())
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, prompt_token_ids)
         self._stop_checker = StopChecker(params.stop_strings, params.include_stop_str_in_output)
         self._token_ids: list[int] = []
@@ -104,23 +104,25 @@ class Completion:
         )
         wants_logprobs = self.params.logprobs is not None
         num_tokens = min(len(self._token_ids), len(self._logprobs)) if wants_logprobs else len(self._token_ids)
-        for place in range(num_tokens):
-            copy.append(self._token_ids[place], self._logprobs[place] if wants_logprobs else None)
-        if copy.stop is None and self.stop is not None:
-            copy.end(self.stop)
+        try:
+            for place in range(num_tokens):
+                copy.append(self._token_ids[place], self._logprobs[place] if wants_logprobs else None)
+            if copy.stop is None and self.stop is not None:
+                copy.end(self.stop)
+        except Exception as error:  # the tokenizer's
+            copy.end(Stop("error", f"{type(error).__name__}: {error}"))
         copy._num_streamed_tokens = min(self._num_streamed_tokens, num_tokens)
         copy._num_streamed_parts = min(self._num_streamed_parts, len(copy._text_parts))
         copy._end_was_streamed = self._end_was_streamed
         return copy
 
     def end(self, stop: Stop) -> None:
-        """Ends the sample and lets out the text that was held back, unless a stop string ended it."""
-        self.stop = stop
-        if stop.finish_reason == "stop" and isinstance(stop.stop_reason, str):
-            return
-        if self._detokenizer is not None:
+        """Ends the sample and lets out the text that was held back, unless a stop string or an error ended it."""
+        is_cut = stop.finish_reason == "error" or isinstance(stop.stop_reason, str)
+        if self._detokenizer is not None and not is_cut:
             rest = self._stop_checker.append(self._detokenizer.finish(), may_stop=False).text
             self._text_parts.append(rest + self._stop_checker.finish())
+        self.stop = stop
 
     def output(self) -> CompletionOutput:
         """Everything so far."""

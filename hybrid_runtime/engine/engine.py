@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import nvtx
 
 from hybrid_runtime.engine.completion import Stop
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.request_group import RequestGroup
-from hybrid_runtime.engine.runner import ModelRunner, PrefillResult, RankedLogprobs, SampledToken
+from hybrid_runtime.engine.runner import ForwardResult, ModelRunner, RankedLogprobs, SampledToken, ScoredToken
 from hybrid_runtime.outputs import TokenLogprobs, token_logprobs
-from hybrid_runtime.scheduling.request import Request
-from hybrid_runtime.scheduling.scheduler import ScheduledStep, Scheduler
+from hybrid_runtime.scheduling.request import Request, RequestStatus
+from hybrid_runtime.scheduling.scheduler import PrefillChunk, ScheduledStep, Scheduler
 from hybrid_runtime.text.detokenizer import TokenDecoder
 
 _LOGGER = logging.getLogger(__name__)
@@ -21,8 +23,12 @@ _LOGGER = logging.getLogger(__name__)
 class Engine:
     """Drives requests through the model until they end.
 
-    A request whose forward raises, or yields logits that are not numbers, ends with `finish_reason="error"` and its
-    message as `stop_reason`; those that shared the forward resume from the tree and end as if nothing had happened.
+    A request whose forward raises, yields logits that are not numbers, or whose tokens the tokenizer cannot decode ends
+    with `finish_reason="error"` and the message as `stop_reason`; those that shared the forward end as if nothing had
+    happened.
+
+    An exception may get out of any method at any line (an interrupt, above all): the next call starts over from what
+    users have been given. Calls from within a step, by a signal handler or a finalizer, are put off or refused.
     """
 
     def __init__(
@@ -39,88 +45,106 @@ class Engine:
         self.memory = memory
         self.tokenizer = tokenizer
         self.debug_checks = debug_checks
-        self.groups: dict[str, RequestGroup] = {}
+        self.groups: dict[str, RequestGroup] = {}  # unfinished
+        self.progressed: dict[str, RequestGroup] = {}  # those with something new; whoever delivers them removes them
         self.num_steps = 0
         self.num_finished = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
-        self._progressed: dict[str, RequestGroup] = {}
+        self._is_settled = True  # False: the bookkeeping is half done, now or since an exception got out of it
+        self._is_busy = False
+        self._put_off: list[str] = []  # ids to abort when the step that runs is over
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step has something to do or to deliver."""
-        return bool(self.groups or self._progressed)
+        return bool(self.groups or self.progressed)
 
     def add(self, group: RequestGroup) -> None:
-        """Queues a request under an id that no unfinished request has."""
+        """Queues a request under an id that no unfinished request has. Not to be called from within a step."""
         assert group.request_id not in self.groups
-        self.groups[group.request_id] = group
-        for request in group.requests:
-            self.scheduler.add(request)
+        with self._bookkeeping():
+            self.groups[group.request_id] = group
+            for request in group.requests:
+                self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request at once; the next step delivers it. Does nothing if no unfinished request has that id."""
+        """Ends a request, at the end of the step if one is running. Ignores an id that no unfinished request has."""
+        if self._is_busy:
+            self._put_off.append(request_id)
+            return
         group = self.groups.get(request_id)
         if group is None:
             return
-        try:
+        with self._bookkeeping():
             for request in group.unfinished_requests:
                 self.scheduler.finish(request)
-                group.end(request.sample_index, Stop("abort"))
-            self._note_progress(group)
-        except BaseException:
-            self._recover()
-            raise
+                self._end(request, Stop("abort"))
 
-    def discard(self, group: RequestGroup) -> None:
-        """Ends a request, if it has not ended, whose outputs nobody waits for: no step delivers it."""
-        if not group.finished:
-            self.abort(group.request_id)
-        if self._progressed.get(group.request_id) is group:
-            del self._progressed[group.request_id]
+    def step(self) -> None:
+        """One iteration; leaves in `progressed` the requests that have something new, those that ended included."""
+        with self._bookkeeping():
+            if self.groups:
+                self._run_step()
+            if self.debug_checks:
+                self.memory.check(self.scheduler.running)
 
-    def step(self) -> list[RequestGroup]:
-        """One iteration. Returns the requests that have something new, those that ended included.
+    def reset_prefix_cache(self) -> None:
+        """Empties the prefix cache. Raises RuntimeError while requests are running."""
+        with self._bookkeeping():
+            if not self.scheduler.running:
+                self.memory.supply.release(self.memory.cache.reset())
+                return
+        raise RuntimeError(f"{len(self.scheduler.running)} requests are running on the prefix cache")
 
-        An interrupt leaves no request behind: the next step goes on with all of them.
-        """
-        if self.groups:
-            self._run_step()
-        if self.debug_checks:
-            self.memory.check(self.scheduler.running)
-        progressed, self._progressed = list(self._progressed.values()), {}
-        return progressed
+    def require_idle(self, call: str) -> None:
+        """Raises RuntimeError if `call` comes from within another call of the engine."""
+        if self._is_busy:
+            raise RuntimeError(f"{call} was called from within a step of the same runtime")
+
+    @contextmanager
+    def _bookkeeping(self) -> Iterator[None]:
+        """Whoever changes anything does it in here: half-done work of an earlier call is made good first."""
+        self.require_idle("a method of the engine")
+        try:
+            try:
+                self._is_busy = True
+                if not self._is_settled:
+                    self._recover()
+                self._is_settled = False
+                yield
+                self._is_settled = True
+            finally:
+                self._is_busy = False
+        finally:  # once more: an interrupt may have come just before
+            self._is_busy = False
+        while self._put_off:
+            self.abort(self._put_off.pop())
 
     def _run_step(self) -> None:
-        is_undone = False
+        with nvtx.annotate("schedule"):
+            step = self.scheduler.schedule()
+        assert step.requests, f"nothing can run, but {len(self.scheduler.waiting)} requests wait"
+        self.num_steps += 1
+        for request in step.requests:
+            self.groups[request.request_id].mark_scheduled()
         try:
-            with nvtx.annotate("schedule"):
-                step = self.scheduler.schedule()
-            assert step.requests, f"nothing can run, but {len(self.scheduler.waiting)} requests wait"
-            self.num_steps += 1
-            for request in step.requests:
-                self.groups[request.request_id].mark_scheduled()
-            try:
-                prefilled, decoded = self._run(step)
-            except Exception as error:  # whatever a forward raises must not take the other requests down
-                self._fail(step, error)
-            except BaseException:
-                self.scheduler.reset(step)
-                is_undone = True
-                raise
-            else:
-                with nvtx.annotate("apply"):
-                    self._apply(step, prefilled, decoded)
+            results = self._run(step)
+        except Exception as error:  # whatever a forward raises must not take the other requests down
+            self._fail(step, error)
         except BaseException:
-            if not is_undone:
-                self._recover()
+            self.scheduler.reset(step)
+            self._is_settled = True
             raise
+        else:
+            with nvtx.annotate("apply"):
+                self._apply(step, results)
 
     def _recover(self) -> None:
         """Starts over from what users have been given, after an exception in the middle of the bookkeeping.
 
         Who owns which slot is not known any more, so the pools and the cache are declared empty, and the unfinished
-        requests go back to the queue.
+        requests go back to the queue. May itself be interrupted, and is then done again.
         """
         self.memory.start_over()
         self.scheduler.start_over()
@@ -130,53 +154,63 @@ class Engine:
                 self.scheduler.add(request)
             self._note_progress(group)
 
-    def _run(self, step: ScheduledStep) -> tuple[PrefillResult, list[SampledToken]]:
+    def _run(self, step: ScheduledStep) -> list[ForwardResult]:
         with nvtx.annotate("load"):
             self.memory.load_table()
         with nvtx.annotate("copy"):
             self.runner.prepare_states(step.admissions)
             for admission in step.admissions:
                 admission.request.resident.receipt.release_state()
-        prefilled, decoded = PrefillResult([], []), []
+        results = []
         if step.prefill:
             with nvtx.annotate("run.prefill"):
-                prefilled = self.runner.prefill(step.prefill)
+                results.append(self.runner.prefill(step.prefill))
         if step.decode:
             with nvtx.annotate(f"run.decode.b{len(step.decode)}"):
-                decoded = self.runner.decode(step.decode)
-        return prefilled, decoded
+                results.append(self.runner.decode(step.decode))
+        return results
 
-    def _apply(self, step: ScheduledStep, prefilled: PrefillResult, decoded: list[SampledToken]) -> None:
-        sampled = [*prefilled.sampled, *decoded]
-        invalid = {token.request for token in sampled if not token.is_valid}
+    def _apply(self, step: ScheduledStep, results: list[ForwardResult]) -> None:
+        invalid = frozenset(request for result in results for request in result.invalid)
         for chunk in step.prefill:
-            request = chunk.request
-            request.num_computed_tokens = chunk.stop
-            request.resident.has_run = True
-            self.num_prefill_tokens += chunk.stop - chunk.start
-            if chunk.checkpoint is not None:
-                if request in invalid:
-                    self.memory.supply.release_states([chunk.checkpoint.state_slot])
-                else:
-                    self.scheduler.residency.keep_checkpoint(request, chunk.checkpoint)
-        for scored in prefilled.scored:
-            entry = self._logprobs_entry(scored.token_id, scored.logprobs)
-            self.groups[scored.request.request_id].add_prompt_logprobs([entry])
-            scored.request.num_prompt_logits_read += 1
+            self._apply_chunk(chunk, is_valid=chunk.request not in invalid)
         for request in step.decode:
             request.num_computed_tokens += 1
-            request.resident.has_run = True
             self.num_decode_tokens += 1
-        for token in sampled:
-            if token.is_valid:
-                self._append(token)
-            else:
-                self._end_with_error(token.request, "the model's logits are not numbers (NaN)")
+        for result in results:
+            tokens: list[ScoredToken | SampledToken] = [*result.scored, *result.sampled]
+            for token in tokens:
+                # A tokenizer may fail on a token: that must not take the other requests down either.
+                try:
+                    self._append(token)
+                except Exception as error:
+                    _LOGGER.error("a token of request %s failed", token.request.request_id, exc_info=error)
+                    self._drop(token.request, f"{type(error).__name__}: {error}")
+        for request in invalid:
+            self._drop(request, "the model's logits are not finite numbers (NaN or infinity)")
 
-    def _append(self, token: SampledToken) -> None:
-        request, group = token.request, self.groups[token.request.request_id]
-        request.tokens.append(token.token_id)
+    def _apply_chunk(self, chunk: PrefillChunk, *, is_valid: bool) -> None:
+        chunk.request.num_computed_tokens = chunk.stop
+        self.num_prefill_tokens += chunk.stop - chunk.start
+        if chunk.checkpoint is None:
+            return
+        if is_valid:
+            self.scheduler.residency.keep_checkpoint(chunk.request, chunk.checkpoint)
+        else:
+            self.memory.supply.release_states([chunk.checkpoint.state_slot])
+
+    def _append(self, token: SampledToken | ScoredToken) -> None:
+        request = token.request
+        if request.status is RequestStatus.FINISHED:
+            return  # an earlier token of this step failed
+        group = self.groups[request.request_id]
         logprobs = None if token.logprobs is None else self._logprobs_entry(token.token_id, token.logprobs)
+        if isinstance(token, ScoredToken):
+            assert logprobs is not None
+            group.add_prompt_logprobs([logprobs])
+            request.num_prompt_logits_read += 1
+            return
+        request.tokens.append(token.token_id)
         stop = group.add_token(request.sample_index, token.token_id, logprobs)
         request.forbidden_token_ids = group.completions[request.sample_index].forbidden_token_ids
         if stop is not None:
@@ -187,16 +221,20 @@ class Engine:
         _LOGGER.error("a forward over %d requests failed", len(step.requests), exc_info=error)
         self.scheduler.reset(step)
         if len(step.requests) == 1:
-            self._end_with_error(step.requests[0], f"{type(error).__name__}: {error}")
+            self._drop(step.requests[0], f"{type(error).__name__}: {error}")
 
-    def _end_with_error(self, request: Request, message: str) -> None:
-        group = self.groups[request.request_id]
+    def _drop(self, request: Request, message: str) -> None:
+        """Ends a request with an error; nothing of it is kept."""
         self.scheduler.drop(request)
-        group.end(request.sample_index, Stop("error", message))
+        self._end(request, Stop("error", message))
+
+    def _end(self, request: Request, stop: Stop) -> None:
+        group = self.groups[request.request_id]
+        group.end(request.sample_index, stop)
         self._note_progress(group)
 
     def _note_progress(self, group: RequestGroup) -> None:
-        self._progressed[group.request_id] = group
+        self.progressed[group.request_id] = group
         if group.finished:
             del self.groups[group.request_id]
             self.num_finished += 1

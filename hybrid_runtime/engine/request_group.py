@@ -81,8 +81,12 @@ class RequestGroup:
         return stop
 
     def end(self, sample_index: int, stop: Stop) -> None:
-        """Ends a sample from outside."""
-        self.completions[sample_index].end(stop)
+        """Ends a sample from outside; with an error where the tokenizer cannot decode what is left."""
+        completion = self.completions[sample_index]
+        try:
+            completion.end(stop)
+        except Exception as error:  # the tokenizer's
+            completion.end(Stop("error", f"{type(error).__name__}: {error}"))
         self._note_end()
 
     def output(self) -> RequestOutput:

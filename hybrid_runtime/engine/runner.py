@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_runtime.engine.batches import build_decode, build_prefill
+from hybrid_runtime.engine.batches import ScoredSpan, build_decode, build_prefill
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.ops.ragged import DEFAULT_CHUNK_SIZE
@@ -34,12 +34,11 @@ class RankedLogprobs:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """The next token of a request. `is_valid` is False if the logits were not numbers: then there is no token."""
+    """The next token of a request."""
 
     request: Request
     token_id: int
     logprobs: RankedLogprobs | None
-    is_valid: bool
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,12 @@ class ScoredToken:
 
 
 @dataclass(frozen=True)
-class PrefillResult:
+class ForwardResult:
+    """What one forward brought. Requests in `invalid` got logits that are not numbers: nothing of theirs is kept."""
+
     sampled: list[SampledToken]
     scored: list[ScoredToken]  # in order of position for each request
+    invalid: frozenset[Request]
 
 
 class ModelRunner:
@@ -78,52 +80,69 @@ class ModelRunner:
         if cleared:
             self.memory.state_pool.clear(self._working_slots(cleared))
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> PrefillResult:
-        """One forward over all chunks. Writes their KV, the working slots and the checkpoints' slots."""
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> ForwardResult:
+        """One forward over all chunks. Writes their KV, the working slots and the checkpoints' slots.
+
+        The logits behind a chunk's last token tell whether the chunk is sound, even where no token is sampled from
+        them: it has seen all the KV and the state that may be kept.
+        """
         batch = build_prefill(chunks, self.memory.table, chunk_size=self.chunk_size, device=self.model.device)
         self.num_prefill_forwards += 1
-        logits_MV = self.model.prefill(batch.inputs, self.memory.step_memory)
-        scored: list[ScoredToken] = []
-        for span in batch.scored:
-            token_ids = span.request.tokens[span.start + 1 : span.stop + 1].tolist()
-            rows = slice(span.first_row, span.first_row + len(token_ids))
-            num_logprobs = span.request.params.prompt_logprobs or 0
-            gathered = gather_logprobs(logits_MV[rows], self._indices(token_ids), num_logprobs)
-            ranked = _ranked(gathered, [num_logprobs] * len(token_ids))
-            scored.extend(
-                ScoredToken(span.request, token_id, logprobs)
-                for token_id, logprobs in zip(token_ids, ranked, strict=True)
-            )
-        return PrefillResult(self._sample(logits_MV[batch.sampled_rows_N], batch.sampled), scored)
+        with self._autocast_off():
+            logits_MV = self.model.prefill(batch.inputs, self.memory.step_memory)
+        scored = [token for span in batch.scored for token in self._score(logits_MV, span)]
+        logits_SV = logits_MV[batch.last_rows_S]
+        invalid = _find_invalid(logits_SV, [chunk.request for chunk in chunks])
+        places = [place for place, chunk in enumerate(chunks) if chunk.is_last and chunk.request not in invalid]
+        sampled = self._sample(logits_SV[self._indices(places)], [chunks[place].request for place in places])
+        return ForwardResult(sampled, [token for token in scored if token.request not in invalid], invalid)
 
-    def decode(self, requests: Sequence[Request]) -> list[SampledToken]:
+    def decode(self, requests: Sequence[Request]) -> ForwardResult:
         """One forward over one token of each request. Writes its KV and updates the working slot in place."""
         inputs = build_decode(requests, self.memory.table, device=self.model.device)
         self.num_decode_forwards += 1
-        return self._sample(self.model.decode(inputs, self.memory.step_memory), requests)
+        with self._autocast_off():
+            logits_BV = self.model.decode(inputs, self.memory.step_memory)
+        invalid = _find_invalid(logits_BV, requests)
+        sampled = [token for token in self._sample(logits_BV, requests) if token.request not in invalid]
+        return ForwardResult(sampled, [], invalid)
+
+    def _score(self, logits_MV: Tensor, span: ScoredSpan) -> list[ScoredToken]:
+        token_ids = span.request.tokens[span.start + 1 : span.stop + 1].tolist()
+        rows = slice(span.first_row, span.first_row + len(token_ids))
+        num_logprobs = span.request.params.prompt_logprobs or 0
+        gathered = gather_logprobs(logits_MV[rows], self._indices(token_ids), num_logprobs)
+        ranked = _ranked(gathered, [num_logprobs] * len(token_ids))
+        return [
+            ScoredToken(span.request, token_id, logprobs) for token_id, logprobs in zip(token_ids, ranked, strict=True)
+        ]
 
     def _sample(self, logits_BV: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
         if not requests:
             return []
         rows = [_sampling_row(request) for request in requests]
-        inputs = SamplingInputs.build(rows, logits_BV.shape[-1], logits_BV.device)
-        result = sample(logits_BV, inputs)
-        is_valid = (~logits_BV.isnan().any(dim=-1)).tolist()
+        result = sample(logits_BV, SamplingInputs.build(rows, logits_BV.shape[-1], logits_BV.device))
         logprobs: list[RankedLogprobs | None] = [None] * len(requests)
         if result.logprobs is not None:
             wanted = [request.params.logprobs for request in requests]
             ranked = _ranked(result.logprobs, [count or 0 for count in wanted])
             logprobs = [entry if count is not None else None for entry, count in zip(ranked, wanted, strict=True)]
-        return [
-            SampledToken(*fields)
-            for fields in zip(requests, result.token_ids_B.tolist(), logprobs, is_valid, strict=True)
-        ]
+        return [SampledToken(*fields) for fields in zip(requests, result.token_ids_B.tolist(), logprobs, strict=True)]
+
+    def _autocast_off(self) -> torch.autocast:
+        """The dtypes are the runtime's business, whatever block of its user's the call stands in."""
+        return torch.autocast(self.model.device.type, enabled=False)
 
     def _working_slots(self, admissions: Sequence[Admission]) -> Tensor:
         return self._indices([admission.request.resident.working_slot for admission in admissions])
 
     def _indices(self, values: Sequence[int]) -> Tensor:
         return torch.as_tensor(np.asarray(values, dtype=np.int64), device=self.model.device)
+
+
+def _find_invalid(logits_BV: Tensor, requests: Sequence[Request]) -> frozenset[Request]:
+    is_invalid = (~(logits_BV < torch.inf).all(dim=-1)).tolist()  # NaN and +inf; a token may well be at -inf
+    return frozenset(request for request, invalid in zip(requests, is_invalid, strict=True) if invalid)
 
 
 def _sampling_row(request: Request) -> SamplingRow:

@@ -11,6 +11,9 @@ from hybrid_runtime.memory.pools import LayerSpec, bytes_per_slot
 KV_SLOTS_PER_STATE = 512  # unless told otherwise, the pools hold one state per that many tokens of KV
 NUM_BATCHES = 8  # and KV for that many batches of `max_num_seqs` requests ...
 TYPICAL_LEN = 2048  # ... of that many tokens, if memory allows: more would rarely be hit
+TABLE_ENTRY_BYTES = 4  # of the request table: one entry per row and position
+ALLOCATOR_BYTES_PER_SLOT = 5  # an entry of the free list and a flag
+FREE_BOOKKEEPING_BYTES = 2**30  # bookkeeping in host memory up to here is granted; beyond, what the pools may take
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,14 @@ def plan_memory(
     num_kv = config.num_kv_slots or _choose_num_kv(most_kv, kv_bytes, limit - state_bytes * (num_states + 1))
     plan = MemoryPlan(num_kv, num_states, config.max_model_len or min(wanted_len, num_kv), kv_bytes, state_bytes)
 
+    host_bytes = (config.max_num_seqs + 1) * plan.max_model_len * TABLE_ENTRY_BYTES + (
+        plan.num_kv_slots + plan.num_state_slots
+    ) * ALLOCATOR_BYTES_PER_SLOT
+    if host_bytes > max(limit, FREE_BOOKKEEPING_BYTES):
+        raise ValueError(
+            f"the bookkeeping of max_num_seqs={config.max_num_seqs} rows of max_model_len={plan.max_model_len} tokens, "
+            f"num_kv_slots={plan.num_kv_slots} and num_state_slots={plan.num_state_slots} takes {host_bytes:,} B"
+        )
     if plan.num_bytes > limit:
         raise ValueError(f"the pools do not fit: {plan.describe()}, but there are {limit:,} B for them")
     if plan.num_kv_slots < plan.max_model_len:

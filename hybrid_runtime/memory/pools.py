@@ -33,13 +33,14 @@ class Pool:
 
     def __init__(self, layers: Sequence[LayerSpec], num_slots: int, device: torch.device | str = "cpu") -> None:
         self.num_slots = num_slots
-        self.layers: tuple[dict[str, Tensor], ...] = tuple(
-            {
-                name: torch.zeros(num_slots + 1, *spec.shape, dtype=spec.dtype, device=device)
-                for name, spec in layer.items()
-            }
-            for layer in layers
-        )
+        with torch.inference_mode(False):  # else the pools of a runtime made in that mode would be read-only outside
+            self.layers: tuple[dict[str, Tensor], ...] = tuple(
+                {
+                    name: torch.zeros(num_slots + 1, *spec.shape, dtype=spec.dtype, device=device)
+                    for name, spec in layer.items()
+                }
+                for layer in layers
+            )
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
         """Copies slot contents in every layer: `destinations[i]` gets what `sources[i]` holds. int64 `[n]` each.

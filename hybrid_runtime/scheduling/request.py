@@ -62,8 +62,7 @@ class Residence:
     """What a running request owns in the pools, from admission until it ends or is preempted.
 
     Row `row` of the request table names `num_kv_slots` KV slots: the first `protected_length` are the tree's, kept by
-    `receipt`, the others the request's own. `working_slot` is its state slot. `has_run` is set once a forward on it has
-    been launched; before that its working slot holds nothing worth keeping.
+    `receipt`, the others the request's own. `working_slot` is its state slot.
     """
 
     row: int
@@ -71,7 +70,6 @@ class Residence:
     receipt: LockReceipt
     protected_length: int
     num_kv_slots: int
-    has_run: bool = False
 
 
 @dataclass(frozen=True)

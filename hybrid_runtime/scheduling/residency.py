@@ -106,7 +106,7 @@ class Residency:
         if not self.enabled:
             self.vacate(request)
             return
-        assert residence.has_run, "admitted and not run: its working slot holds nothing worth keeping"
+        assert request.num_computed_tokens > 0, "it was admitted and has not run: its working slot holds nothing"
         result = self._insert(request, Checkpoint(request.num_computed_tokens, residence.working_slot, origin))
         self._move_out(request, first_own=result.kv_length)
 

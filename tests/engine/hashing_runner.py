@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hybrid_runtime.engine.memory import EngineMemory
-from hybrid_runtime.engine.runner import PrefillResult, SampledToken
+from hybrid_runtime.engine.runner import ForwardResult, SampledToken
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.residency import Admission
 from hybrid_runtime.scheduling.scheduler import PrefillChunk
@@ -67,21 +67,21 @@ class HashingRunner:
             source = admission.copied_from
             self.states[admission.request.resident.working_slot] = "" if source is None else self.states[source]
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> PrefillResult:
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> ForwardResult:
         self._start_forward([chunk.request for chunk in chunks])
         for chunk in chunks:
             self._compute(chunk.request, chunk.start, chunk.stop)
             if chunk.checkpoint is not None:
                 tokens = chunk.request.tokens[: chunk.checkpoint.length]
                 self.states[chunk.checkpoint.state_slot] = content(tokens)
-        return PrefillResult([self._sample(chunk.request) for chunk in chunks if chunk.is_last], [])
+        return self._result([chunk.request for chunk in chunks], [chunk.request for chunk in chunks if chunk.is_last])
 
-    def decode(self, requests: Sequence[Request]) -> list[SampledToken]:
+    def decode(self, requests: Sequence[Request]) -> ForwardResult:
         self._start_forward(requests)
         for request in requests:
             assert request.num_uncomputed_tokens == 1
             self._compute(request, request.num_computed_tokens, request.num_tokens)
-        return [self._sample(request) for request in requests]
+        return self._result(requests, requests)
 
     def _start_forward(self, requests: Sequence[Request]) -> None:
         assert len({id(request) for request in requests}) == len(requests)
@@ -109,7 +109,13 @@ class HashingRunner:
             self.kv[slots[position]] = content(request.tokens[: position + 1])
         self.states[residence.working_slot] = content(request.tokens[:stop])
 
-    def _sample(self, request: Request) -> SampledToken:
-        state = self.states[request.resident.working_slot]
-        is_valid = not self.is_invalid(request)
-        return SampledToken(request, next_token(state, request.sample_index), None, is_valid)
+    def _result(self, requests: Sequence[Request], sampled: Sequence[Request]) -> ForwardResult:
+        invalid = frozenset(request for request in requests if self.is_invalid(request))
+        for request in invalid:  # what is not a number has gone into all that was written
+            self.states[request.resident.working_slot] = POISON
+        tokens = [
+            SampledToken(request, next_token(content(request.tokens[:]), request.sample_index), None)
+            for request in sampled
+            if request not in invalid
+        ]
+        return ForwardResult(tokens, [], invalid)

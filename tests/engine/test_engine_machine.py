@@ -169,7 +169,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _step(self) -> None:
         self.runner.poison_free_slots()
-        for group in self.engine.step():
+        self.engine.step()
+        while self.engine.progressed:
+            _, group = self.engine.progressed.popitem()
             if group.finished:
                 assert group.request_id not in self.finished, "delivered twice"
                 self.finished.add(group.request_id)

@@ -90,8 +90,10 @@ def test_nothing_of_a_failed_forward_is_kept(monkeypatch: pytest.MonkeyPatch) ->
         assert_idle(rt)
 
 
-def test_a_prefill_that_ends_in_nan_leaves_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    with runtime_of("kda") as rt:
+@pytest.mark.parametrize("budget", [2048, 29, 10])
+def test_a_prefill_that_ends_in_nan_leaves_no_checkpoint(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
+    """Not even if the chunk samples no token: at a budget of 29 it ends where the checkpoint is due."""
+    with runtime_of("kda", max_num_batched_tokens=budget) as rt:
         _wrap(rt, monkeypatch, lambda token_ids, logits: torch.full_like(logits, torch.nan))
         [output] = rt.generate(_prompts()[0], greedy(3))
         assert output.outputs[0].finish_reason == "error"
@@ -99,7 +101,8 @@ def test_a_prefill_that_ends_in_nan_leaves_no_checkpoint(monkeypatch: pytest.Mon
         assert_idle(rt)
 
 
-def test_nan_logits_are_an_error_not_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_logits_are_an_error_not_a_token(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     prompts = _prompts()
     expected = solo_tokens("kda", prompts[1:], [8] * 3)
 
@@ -110,7 +113,7 @@ def test_nan_logits_are_an_error_not_a_token(monkeypatch: pytest.MonkeyPatch) ->
             running = rt._engine.scheduler.running
             rows = [place for place, request in enumerate(running) if request.tokens.prompt_len == 30]
             if len(logits) == len(running) and rows:
-                logits[rows[0], 5] = torch.nan
+                logits[rows[0], 5] = value
             return logits
 
         _wrap(rt, monkeypatch, spoil)
@@ -118,4 +121,72 @@ def test_nan_logits_are_an_error_not_a_token(monkeypatch: pytest.MonkeyPatch) ->
         assert outputs[0].outputs[0].finish_reason == "error"
         assert "NaN" in str(outputs[0].outputs[0].stop_reason)
         assert [output.outputs[0].token_ids for output in outputs[1:]] == expected
+        assert_idle(rt)
+
+
+class FailingTokenizer:
+    """Decodes each token to a letter, but one not at all, as tokenizers over a padded vocabulary may do."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        if POISON in token_ids:
+            raise KeyError(f"no token {POISON}")
+        return "".join(chr(ord("a") + token_id % 26) for token_id in token_ids)
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_token_that_cannot_be_decoded_ends_its_request_only(logprobs: int | None) -> None:
+    prompts = _prompts()
+    expected = solo_tokens("kda", prompts[1:], [8] * 3)
+    with runtime_of("kda", tokenizer=FailingTokenizer()) as rt:
+        bad = greedy(8, logit_bias={POISON: 100.0}, logprobs=logprobs)
+        outputs = rt.generate(prompts, [bad, *[greedy(8)] * 3])
+        assert outputs[0].outputs[0].finish_reason == "error"
+        assert outputs[0].outputs[0].stop_reason == "KeyError: 'no token 3'"
+        assert [output.outputs[0].token_ids for output in outputs[1:]] == expected
+        assert_idle(rt)
+
+
+def test_a_runtime_does_not_mind_the_modes_around_its_calls() -> None:
+    """Made in inference mode and used outside, used under autocast: same tokens, no error."""
+    prompts = _prompts()
+    expected = solo_tokens("mamba2", prompts, [8] * 4)
+    with torch.inference_mode():
+        rt = runtime_of("mamba2")
+    with rt:
+        assert [output.outputs[0].token_ids for output in rt.generate(prompts, greedy(8))] == expected
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+            assert [output.outputs[0].token_ids for output in rt.generate(prompts, greedy(8))] == expected
+        assert_idle(rt)
+    kda = solo_tokens("kda", prompts, [8] * 4)
+    with runtime_of("kda") as rt, torch.autocast("cpu", dtype=torch.bfloat16):
+        assert [output.outputs[0].token_ids for output in rt.generate(prompts, greedy(8))] == kda
+
+
+def test_calls_from_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finalizer or signal handler may call in the middle of a step: aborts are put off, all else is refused."""
+    prompts = _prompts()
+    expected = solo_tokens("kda", prompts[:1], [8])
+    with runtime_of("kda") as rt:
+        stream = rt.stream(prompts[1], greedy(8))
+        next(stream)
+        rt.add_request(prompts[2], greedy(8), request_id="aborted")
+        refused: list[str] = []
+        calls = iter(range(1000))
+
+        def interfere(token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            if next(calls) == 3:
+                stream.close()
+                rt.abort("aborted")
+                for call in (rt.step, rt.close, rt.reset_prefix_cache, lambda: rt.generate(prompts[3])):
+                    with pytest.raises(RuntimeError, match="within a step"):
+                        call()
+                    refused.append("yes")
+            return logits
+
+        _wrap(rt, monkeypatch, interfere)
+        assert rt.generate(prompts[0], greedy(8))[0].outputs[0].token_ids == expected[0]
+        assert len(refused) == 4
+        [aborted] = rt.step()
+        assert (aborted.request_id, aborted.outputs[0].finish_reason) == ("aborted", "abort")
+        assert not rt.has_unfinished
         assert_idle(rt)

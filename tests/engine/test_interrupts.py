@@ -1,9 +1,10 @@
-"""An interrupt at any line of the engine: nothing is lost, nothing wrong is kept, the runtime stays usable."""
+"""Interrupts at any line of the runtime: nothing is lost, nothing wrong is kept, the runtime stays usable."""
 
 from __future__ import annotations
 
+import linecache
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,53 +18,56 @@ from hybrid_runtime import HybridRuntime, SamplingParams
 from tests.engine.helpers import assert_idle, random_tokens, runtime_of
 
 PACKAGE = str(Path(hybrid_runtime.__file__).parent)
-BOOKKEEPING = tuple(f"{PACKAGE}/{part}/" for part in ("cache", "engine", "memory", "scheduling"))
-STRIDE = 331
-"""An interrupt is tried at every line with this distance: prime, so that it lands at other places of each step."""
+BOOKKEEPING = tuple(f"{PACKAGE}/{part}" for part in ("cache/", "engine/", "memory/", "scheduling/", "runtime.py"))
+ENTRIES = ("step", "generate")
+STRIDE = 997
+"""Interrupts are tried at lines with this distance: prime, so that they land at other places of each step."""
 
 
 @contextmanager
-def interrupt_at_line(count: int) -> Iterator[Callable[[], bool]]:
-    """Raises KeyboardInterrupt before the `count`-th line that runs inside `Engine.step` and what it calls.
+def interrupt_at_lines(counts: Sequence[int]) -> Iterator[Callable[[], bool]]:
+    """Raises KeyboardInterrupt before each of the `counts`-th lines that run inside `HybridRuntime.step` or `generate`.
 
-    Yields a function that tells whether that line was reached.
+    Yields a function that tells whether the last of these lines was reached. The one line that is passed over is the
+    return from `step`: nothing can give back what an interrupt takes on its way to the caller.
     """
     state = {"lines": 0, "inside": 0}
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if code.co_name == "step" and code.co_filename.endswith("engine/engine.py"):
-            state["inside"] += {"call": 1, "return": -1}.get(event, 0)
         if not code.co_filename.startswith(BOOKKEEPING):
             return None
-        # Recovery itself is not interrupted: its caller would have to recover again.
-        if (
-            event == "line"
-            and state["inside"]
-            and code.co_name not in ("_recover", "start_over", "restore", "replayed")
-        ):
+        if code.co_name in ENTRIES and code.co_filename.endswith("runtime.py"):
+            state["inside"] += {"call": 1, "return": -1}.get(event, 0)
+        if event == "line" and state["inside"]:
+            if linecache.getline(code.co_filename, frame.f_lineno).strip() == "return outputs":
+                return trace
             state["lines"] += 1
-            if state["lines"] == count:
-                sys.settrace(None)
+            if state["lines"] in counts:
                 raise KeyboardInterrupt
         return trace
 
+    def arm() -> None:
+        state["inside"] = 0
+        sys.settrace(trace)
+
     previous = sys.gettrace()
-    sys.settrace(trace)
+    arm()
     try:
-        yield lambda: state["lines"] >= count
+        yield lambda: arm() or state["lines"] >= max(counts)  # type: ignore[func-returns-value]
     finally:
         sys.settrace(previous)
 
 
-def _drive(rt: HybridRuntime, ids: list[str], tokens: dict[str, Any]) -> None:
+def _drive(rt: HybridRuntime, tokens: dict[str, Any]) -> None:
     while rt.has_unfinished:
         for output in rt.step():
             tokens[output.request_id] = [(s.token_ids, s.finish_reason, s.logprobs) for s in output.outputs]
 
 
-def test_an_interrupt_at_any_line_changes_no_token() -> None:
-    """The loop is driven on after the interrupt; all requests end as if there had been none."""
+@pytest.mark.parametrize("distance", [0, 7, 60])
+def test_interrupts_at_any_line_change_no_token(distance: int) -> None:
+    """The loop is driven on after each interrupt; all requests end, and are delivered, as if there had been none."""
     rng = np.random.default_rng(31)
     prompts = [random_tokens(rng, length) for length in (12, 1, 14, 9)]
     params = [
@@ -87,23 +91,25 @@ def test_an_interrupt_at_any_line_changes_no_token() -> None:
     expected: dict[str, Any] = {}
     with runtime_of("kda", **options) as rt:
         start(rt)
-        _drive(rt, ids, expected)
+        _drive(rt, expected)
         assert rt.stats().scheduler.num_preemptions > 0
         assert rt.stats().cache.num_evicted_states > 0
-    count, num_interrupted = 1, 0
+    count, num_interrupted = 1 + 5 * distance, 0
     with runtime_of("kda", **options) as rt:
         reached = True
         while reached:
             rt.reset_prefix_cache()
             start(rt)
             tokens: dict[str, Any] = {}
-            with interrupt_at_line(count) as was_reached:
-                try:
-                    _drive(rt, ids, tokens)
-                except KeyboardInterrupt:
-                    num_interrupted += 1
-                reached = was_reached()
-            _drive(rt, ids, tokens)
+            # The second interrupt comes while the engine recovers from the first, or soon after.
+            with interrupt_at_lines([count, count + distance]) as was_reached:
+                reached = False
+                while rt.has_unfinished:
+                    try:
+                        _drive(rt, tokens)
+                    except KeyboardInterrupt:
+                        num_interrupted += 1
+                        reached = was_reached() or True
             assert tokens.keys() == expected.keys(), count
             for request_id in ids:
                 for ours, theirs in zip(tokens[request_id], expected[request_id], strict=True):
@@ -112,7 +118,7 @@ def test_an_interrupt_at_any_line_changes_no_token() -> None:
                         assert [entry.keys() for entry in ours[2]] == [entry.keys() for entry in theirs[2]]
             count += STRIDE
         assert_idle(rt)
-    assert num_interrupted > 20
+    assert num_interrupted > 10
 
 
 def test_an_interrupted_generate_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,3 +145,25 @@ def test_an_interrupted_generate_leaves_nothing_behind(monkeypatch: pytest.Monke
         assert again.outputs[0].token_ids == expected
         assert (again.num_cached_tokens, again.checkpoint_origin) == (29, "tail")
         assert_idle(rt)
+
+
+def test_generate_interrupted_at_any_line_leaves_nothing_behind() -> None:
+    prompts = [random_tokens(np.random.default_rng(33), length) for length in (30, 12)]
+    options: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+    with runtime_of("kda", max_num_batched_tokens=20) as rt:
+        expected = [output.outputs[0].token_ids for output in rt.generate(prompts, **options)]
+        count, was_interrupted = 1, True
+        while was_interrupted:
+            was_interrupted = False
+            rt.reset_prefix_cache()
+            with interrupt_at_lines([count]):
+                try:
+                    rt.generate(prompts, **options)
+                except KeyboardInterrupt:
+                    was_interrupted = True
+            while rt.has_unfinished:
+                assert not rt.step()
+            assert [output.outputs[0].token_ids for output in rt.generate(prompts, **options)] == expected
+            count += 197
+        assert_idle(rt)
+    assert count > 10 * 197

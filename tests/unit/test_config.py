@@ -6,7 +6,9 @@ import dataclasses
 import math
 import subprocess
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
 
 from hybrid_runtime.config import RuntimeConfig
@@ -82,3 +84,9 @@ def test_the_data_types_do_not_import_torch():
     modules = ["config", "sampling_params", "outputs", "text.stop", "text.detokenizer"]
     code = "import sys\n" + "\n".join(f"import hybrid_runtime.{name}" for name in modules)
     subprocess.run([sys.executable, "-c", f"{code}\nassert 'torch' not in sys.modules"], check=True)
+
+
+def test_numpy_integers_become_plain_ones() -> None:
+    given: dict[str, Any] = {"num_kv_slots": np.int16(30000), "max_num_seqs": np.int8(100)}
+    config = RuntimeConfig(**given)
+    assert (type(config.num_kv_slots), type(config.max_num_seqs)) == (int, int)

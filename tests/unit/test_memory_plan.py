@@ -182,3 +182,17 @@ def test_kv_takes_what_the_wanted_states_leave(
     least = 3 * 4 * kv_floats + (num_state_slots + 1) * 4 * state_floats
     made = plan_or_refuse(least, percent, kv_floats, state_floats, model_max_len, **options)
     assert made is None or made.num_state_slots == num_state_slots
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 10**12},
+        {"num_state_slots": 10**12, "state_layers": ()},
+        {"num_kv_slots": 10**12, "kv_layers": ()},
+    ],
+)
+def test_bookkeeping_that_would_not_fit_is_refused_with_its_size(options: dict[str, Any]):
+    """Slots that take no bytes on the device still take some in the free lists, and rows in the request table."""
+    with pytest.raises(ValueError, match=r"bookkeeping.*1000000000000.* takes [0-9,]{17,} B"):
+        plan(**options)

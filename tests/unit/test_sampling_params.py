@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +54,6 @@ def test_a_wrong_integer_is_refused_by_name(field, value):
         ("stop", ["a", "b", "a"]),
         ("stop", 5),
         ("stop", b"a"),
-        ("stop", None),
         ("stop_token_ids", [1, 1]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", [True]),
@@ -95,7 +95,7 @@ def test_edges_are_accepted():
         repetition_penalty=1e-3,
         logit_bias={0: -100, np.int64(1): np.float32(100)},  # type: ignore[dict-item]
         logprobs=0,
-        stop_token_ids=[np.int64(3)],  # type: ignore[arg-type]
+        stop_token_ids=[np.int64(3)],  # type: ignore[list-item]
     )
     assert params.is_greedy
     assert params.stop_token_ids == (3,)
@@ -163,3 +163,22 @@ def test_any_values_are_taken_or_refused_with_a_value_error(options):
         return
     assert all(math.isfinite(getattr(params, field)) for field in NUMBERS)
     assert params.max_tokens is None or params.max_tokens >= max(1, params.min_tokens)
+
+
+def test_numpy_integers_become_plain_ones() -> None:
+    """In NumPy's arithmetic a later sum with a prompt's length would overflow."""
+    given: dict[str, Any] = {"max_tokens": np.int8(100), "seed": np.int64(5), "n": np.uint8(2)}
+    params = SamplingParams(**given)
+    assert [type(value) for value in (params.max_tokens, params.seed, params.n)] == [int] * 3
+    assert params.max_tokens is not None
+    assert params.max_tokens + 100 == 200
+
+
+def test_no_stop_may_be_said_with_none() -> None:
+    params = SamplingParams(stop=None, stop_token_ids=None)
+    assert (params.stop_strings, params.stop_token_ids) == ((), ())
+
+
+def test_the_number_of_samples_is_bounded() -> None:
+    with pytest.raises(ValueError, match="n must be at least 1, at most 16384, not 1000000000"):
+        SamplingParams(n=10**9)

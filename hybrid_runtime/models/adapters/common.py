@@ -56,12 +56,16 @@ def gated_mlp_weights(mlp: Any) -> GatedMlpWeights:
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Ids that end a text: those of the generation config, else those of the model's."""
+    """Ids that end a text: those of the generation config, else those of the model's.
+
+    An id outside the vocabulary can never be chosen and is left out.
+    """
     generation = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = model.config.eos_token_id if generation is None else generation
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    if isinstance(ids, torch.Tensor):
+        ids = ids.tolist()
+    several = ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)
+    return tuple(int(token_id) for token_id in several if 0 <= int(token_id) < model.config.vocab_size)
 
 
 def assemble(
