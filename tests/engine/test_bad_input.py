@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hybrid_runtime import HybridRuntime, RuntimeConfig, SamplingParams
 from tests.parity.zoo import CASES
-from tests.unit.test_completion import tokenizer
+from tests.unit.byte_bpe import tokenizer
 
 MODEL_LIMIT, VOCAB_SIZE, MAX_LEN = 512, 320, 48
 OPTIONS: dict[str, Any] = {"max_num_seqs": 3, "num_kv_slots": 120, "num_state_slots": 9, "debug_checks": True}

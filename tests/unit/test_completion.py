@@ -1,44 +1,20 @@
-"""When a sample ends, what text it shows, and what its deltas add up to, with a tokenizer trained here."""
+"""When a sample ends, what text it shows, and what its deltas add up to, with a small byte-level tokenizer."""
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from hybrid_runtime.engine.completion import Completion, Stop
 from hybrid_runtime.outputs import CompletionOutput, Logprob, TokenLogprobs
 from hybrid_runtime.sampling_params import SamplingParams
+from tests.unit.byte_bpe import EOS, encode, tokenizer
 
-CORPUS = ["the cat sat on the mat and the hat", "über Äpfel, naïve façade", "敏捷的狐狸 🚀🚀 と犬"] * 4
-EOS, PAD = 0, 1
 PROMPT = "say: "
-
-
-@functools.cache
-def tokenizer() -> Any:
-    """A byte-level BPE with few merges: a fox takes three tokens, a rocket one."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=290,
-        special_tokens=["<eos>", "<pad>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(CORPUS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>")
-
-
-def encode(text: str) -> list[int]:
-    return list(tokenizer()(text)["input_ids"])
 
 
 def completion(*, max_output_tokens: int = 1000, with_tokenizer: bool = True, **sampling: Any) -> Completion:

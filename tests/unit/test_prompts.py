@@ -12,7 +12,7 @@ import torch
 
 from hybrid_runtime.engine.prompts import PromptEncoder, split_prompts
 from hybrid_runtime.engine.request_group import Prompt
-from tests.unit.test_completion import encode, tokenizer
+from tests.unit.byte_bpe import encode, tokenizer
 
 VOCAB_SIZE, MAX_LEN = 300, 10
 
