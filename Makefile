@@ -25,7 +25,7 @@ test-long: $(INSTALLED)  ## the property tests with thousands of examples: hours
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m hypothesis --timeout 0
 
 train-tiny: $(INSTALLED)  ## train the bundled checkpoint from scratch: over an hour
-	$(BIN)/python -m hybrid_runtime.training
+	$(BIN)/python -m hybrid_runtime.training train --out build/tiny --minutes 74
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.x")'

@@ -8,29 +8,20 @@ from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.config import RuntimeConfig, invalid, require_int
-from hybrid_runtime.engine.completion import Completion
-from hybrid_runtime.engine.engine import Engine
-from hybrid_runtime.engine.memory import EngineMemory
+from hybrid_runtime.engine.build import build_engine
 from hybrid_runtime.engine.prompts import PromptEncoder, PromptLike, split_prompts
+from hybrid_runtime.engine.request_factory import RequestFactory
 from hybrid_runtime.engine.request_group import Prompt, RequestGroup
-from hybrid_runtime.engine.runner import ModelRunner
 from hybrid_runtime.engine.stats import collect_stats
-from hybrid_runtime.memory.available import available_bytes
-from hybrid_runtime.memory.plan import MemoryPlan, plan_memory
-from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.models.loading import load_model
 from hybrid_runtime.outputs import RequestOutput, RuntimeStats
 from hybrid_runtime.sampling_params import SamplingParams
-from hybrid_runtime.scheduling.request import Request, TokenBuffer
-from hybrid_runtime.scheduling.residency import Residency
-from hybrid_runtime.scheduling.scheduler import Scheduler
 
 
 class HybridRuntime:
@@ -60,14 +51,17 @@ class HybridRuntime:
         loaded = load_model(model, dtype, _device(self.config.device), needs_tokenizer=tokenizer is None)
         self.model = loaded.hybrid_model
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
-        self.plan, self._engine = _build_engine(self.config, self.model, self.tokenizer)
-        self._eos_token_ids = frozenset(loaded.eos_token_ids)
+        self.plan, self._engine = build_engine(self.config, self.model, self.tokenizer)
         self._encoder = PromptEncoder(
             self.tokenizer, vocab_size=self.model.spec.vocab_size, max_model_len=self.plan.max_model_len
         )
-        self._seeds = np.random.default_rng(self.config.seed)
+        self._factory = RequestFactory(
+            self.tokenizer,
+            max_model_len=self.plan.max_model_len,
+            eos_token_ids=frozenset(loaded.eos_token_ids),
+            seed=self.config.seed,
+        )
         self._ids = itertools.count()
-        self._arrivals = itertools.count()
         self._driven: set[str] = set()  # unfinished requests whose outputs `step()` delivers
         self._undelivered: dict[str, RequestGroup] = {}  # of those, what came up while another call drove the loop
         self._is_closed = False
@@ -220,36 +214,7 @@ class HybridRuntime:
     ) -> RequestGroup:
         if request_id is None:
             request_id = next(name for name in map(str, self._ids) if not self._is_known(name))
-        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
-        limit = self.plan.max_model_len
-        max_len = limit if params.max_tokens is None else min(limit, len(prompt.token_ids) + params.max_tokens)
-        prompt_token_ids = np.array(prompt.token_ids, dtype=np.int32)
-        requests: list[Request] = []
-        completions: list[Completion] = []
-        for index in range(params.n):
-            completion = Completion(
-                index,
-                params,
-                prompt.token_ids,
-                max_output_tokens=max_len - len(prompt.token_ids),
-                eos_token_ids=self._eos_token_ids,
-                tokenizer=self.tokenizer,
-            )
-            request = Request(
-                request_id=request_id,
-                sample_index=index,
-                params=params,
-                tokens=TokenBuffer(prompt_token_ids, max_len),
-                priority=priority,
-                arrival=next(self._arrivals),
-                seed=seed,
-                wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
-                leader=requests[0] if requests else None,
-                forbidden_token_ids=completion.forbidden_token_ids,
-            )
-            completions.append(completion)
-            requests.append(request)
-        group = RequestGroup(request_id, prompt, requests, completions)
+        group = self._factory.new_group(request_id, prompt, params, priority)
         self._engine.add(group)
         return group
 
@@ -319,29 +284,3 @@ def _params_per_prompt(
     if len(sampling_params) != num_prompts:
         raise ValueError(f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts")
     return [SamplingParams.from_kwargs(each, sampling) for each in sampling_params]
-
-
-def _build_engine(config: RuntimeConfig, model: HybridModel, tokenizer: Any | None) -> tuple[MemoryPlan, Engine]:
-    kv_layers = model.kv_layers(None if config.kv_dtype is None else getattr(torch, config.kv_dtype))
-    state_layers = model.state_layers(torch.promote_types(getattr(torch, config.state_dtype), model.dtype))
-    plan = plan_memory(
-        config,
-        kv_layers,
-        state_layers,
-        model_max_len=model.spec.max_position_embeddings,
-        available_bytes=available_bytes(model.device),
-    )
-    memory = EngineMemory(
-        plan,
-        kv_layers,
-        state_layers,
-        max_num_seqs=config.max_num_seqs,
-        eviction=config.eviction,
-        device=model.device,
-    )
-    residency = Residency(memory.supply, memory.table, enabled=config.enable_prefix_cache)
-    scheduler = Scheduler(
-        residency, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
-    )
-    runner = ModelRunner(model, memory)
-    return plan, Engine(scheduler, runner, memory, tokenizer=tokenizer, debug_checks=config.debug_checks)

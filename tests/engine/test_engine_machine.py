@@ -9,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from hybrid_runtime.config import RuntimeConfig
-from hybrid_runtime.engine.completion import Completion
 from hybrid_runtime.engine.engine import Engine
 from hybrid_runtime.engine.memory import EngineMemory
+from hybrid_runtime.engine.request_factory import RequestFactory
 from hybrid_runtime.engine.request_group import Prompt, RequestGroup
 from hybrid_runtime.memory.plan import plan_memory
 from hybrid_runtime.sampling_params import SamplingParams
-from hybrid_runtime.scheduling.request import Request, TokenBuffer
+from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.residency import Residency
 from hybrid_runtime.scheduling.scheduler import Scheduler
 from tests.engine.hashing_runner import NUM_TOKENS, HashingRunner, content, next_token
@@ -54,6 +53,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.runner = HashingRunner(self.memory)
         residency = Residency(self.memory.supply, self.memory.table, enabled=enabled)
         self.scheduler = Scheduler(residency, max_num_seqs=num_seqs, max_num_batched_tokens=budget)
+        self.factory = RequestFactory(None, max_model_len=MAX_LEN, eos_token_ids=frozenset(), seed=0)
         runner: Any = self.runner
         self.engine = Engine(self.scheduler, runner, self.memory, tokenizer=None, debug_checks=True)
 
@@ -73,33 +73,7 @@ class EngineMachine(RuleBasedStateMachine):
             fresh = [*earlier[:shared], *fresh][: MAX_LEN - 1]
         request_id = str(len(self.requests))
         params = SamplingParams(max_tokens=max_tokens, n=num_samples)
-        max_len = min(MAX_LEN, len(fresh) + max_tokens)
-        rows: list[Request] = []
-        for index in range(num_samples):
-            rows.append(
-                Request(
-                    request_id=request_id,
-                    sample_index=index,
-                    params=params,
-                    tokens=TokenBuffer(np.array(fresh, dtype=np.int32), max_len),
-                    priority=priority,
-                    arrival=10 * len(self.requests) + index,
-                    seed=0,
-                    leader=rows[0] if rows else None,
-                )
-            )
-        completions = [
-            Completion(
-                index,
-                params,
-                fresh,
-                max_output_tokens=max_len - len(fresh),
-                eos_token_ids=frozenset(),
-                tokenizer=None,
-            )
-            for index in range(num_samples)
-        ]
-        group = RequestGroup(request_id, Prompt(tuple(fresh), None), rows, completions)
+        group = self.factory.new_group(request_id, Prompt(tuple(fresh), None), params, priority)
         self.requests[request_id] = group
         self.engine.add(group)
 

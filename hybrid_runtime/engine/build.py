@@ -1,0 +1,48 @@
+"""Puts an engine together from a config and a model."""
+
+from __future__ import annotations
+
+import torch
+
+from hybrid_runtime.config import RuntimeConfig
+from hybrid_runtime.engine.engine import Engine
+from hybrid_runtime.engine.memory import EngineMemory
+from hybrid_runtime.engine.runner import ModelRunner
+from hybrid_runtime.memory.available import available_bytes
+from hybrid_runtime.memory.plan import MemoryPlan, plan_memory
+from hybrid_runtime.models.hybrid_model import HybridModel
+from hybrid_runtime.scheduling.residency import Residency
+from hybrid_runtime.scheduling.scheduler import Scheduler
+from hybrid_runtime.text.detokenizer import TokenDecoder
+
+
+def build_engine(
+    config: RuntimeConfig, model: HybridModel, tokenizer: TokenDecoder | None
+) -> tuple[MemoryPlan, Engine]:
+    """Plans the memory, allocates it on the model's device, and wires the engine's parts together.
+
+    Raises ValueError, with the arithmetic, for pools that do not fit.
+    """
+    kv_layers = model.kv_layers(None if config.kv_dtype is None else getattr(torch, config.kv_dtype))
+    state_layers = model.state_layers(torch.promote_types(getattr(torch, config.state_dtype), model.dtype))
+    plan = plan_memory(
+        config,
+        kv_layers,
+        state_layers,
+        model_max_len=model.spec.max_position_embeddings,
+        available_bytes=available_bytes(model.device),
+    )
+    memory = EngineMemory(
+        plan,
+        kv_layers,
+        state_layers,
+        max_num_seqs=config.max_num_seqs,
+        eviction=config.eviction,
+        device=model.device,
+    )
+    residency = Residency(memory.supply, memory.table, enabled=config.enable_prefix_cache)
+    scheduler = Scheduler(
+        residency, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+    )
+    runner = ModelRunner(model, memory)
+    return plan, Engine(scheduler, runner, memory, tokenizer=tokenizer, debug_checks=config.debug_checks)
