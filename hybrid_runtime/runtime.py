@@ -93,7 +93,8 @@ class HybridRuntime:
             for prompt, each in zip(encoded, params, strict=True):
                 groups.append(self._queue(prompt, each))
             with tqdm(total=len(groups), desc="requests", unit="request", disable=not use_tqdm) as bar:
-                while any(not group.finished for group in groups):
+                unfinished = groups
+                while unfinished := [group for group in unfinished if not group.finished]:
                     self._advance()
                     if use_tqdm:
                         _show_progress(bar, groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hybrid_runtime.cache.results import Checkpoint
@@ -55,6 +55,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self._suspects: list[Request] = []  # each shared a forward that failed
 
     def add(self, request: Request) -> None:
         """Queues a request that owns nothing."""
@@ -67,11 +68,14 @@ class Scheduler:
         While some request has to run alone (a forward with it among others failed), steps hold one such request and
         nothing else, unless none of them can be admitted beside what is resident.
         """
-        for request in sorted((r for r in (*self.running, *self.waiting) if r.runs_alone), key=lambda r: r.order):
-            step = self._schedule_among([request])
+        self._suspects = [r for r in self._suspects if r.runs_alone and r.status is not RequestStatus.FINISHED]
+        if not self._suspects:
+            return self._schedule_among(self.running, self.waiting)
+        for request in sorted(self._suspects, key=lambda r: r.order):
+            step = self._schedule_among(*_by_status([request]))
             if step.requests:
                 return step
-        return self._schedule_among([r for r in (*self.running, *self.waiting) if not r.runs_alone])
+        return self._schedule_among(*_by_status(r for r in (*self.running, *self.waiting) if not r.runs_alone))
 
     def finish(self, request: Request) -> None:
         """Ends a request in any status, leaving what it computed in the tree."""
@@ -109,6 +113,7 @@ class Scheduler:
                 chunk.request.alone_until = chunk.stop
             for request in step.decode:
                 request.alone_until = request.num_tokens
+            self._suspects = list(dict.fromkeys((*self._suspects, *step.requests)))
         admitted = (admission.request for admission in step.admissions)
         for request in dict.fromkeys((*step.requests, *admitted)):
             self.running.remove(request)
@@ -119,11 +124,15 @@ class Scheduler:
         """Forgets all requests; their slots are declared free elsewhere."""
         self.waiting = WaitingQueue()
         self.running = []
+        self._suspects = []
 
-    def _schedule_among(self, candidates: Sequence[Request]) -> ScheduledStep:
-        self._supply_decode_slots([r for r in candidates if r.status is RequestStatus.RUNNING])
-        admissions = self._admit([r for r in candidates if r.status is RequestStatus.WAITING])
-        resident = sorted((r for r in candidates if r.status is RequestStatus.RUNNING), key=lambda r: r.order)
+    def _schedule_among(self, running: Iterable[Request], waiting: Iterable[Request]) -> ScheduledStep:
+        """A step of the given requests, without those that it has to preempt."""
+        candidates = list(running)
+        self._supply_decode_slots(candidates)
+        admissions = self._admit(waiting)
+        chosen = dict.fromkeys((*candidates, *(admission.request for admission in admissions)))
+        resident = sorted((r for r in chosen if r.residence is not None), key=lambda r: r.order)
         decode = tuple(request for request in resident if request.num_uncomputed_tokens == 1)
         prefilling = [request for request in resident if request.num_uncomputed_tokens > 1]
         shares = share_budget(self.max_num_batched_tokens, [r.num_uncomputed_tokens for r in prefilling])
@@ -132,7 +141,7 @@ class Scheduler:
         )
         return ScheduledStep(admissions, prefill, decode)
 
-    def _supply_decode_slots(self, candidates: Sequence[Request]) -> None:
+    def _supply_decode_slots(self, candidates: list[Request]) -> None:
         """One KV slot for each row that has none left, preempting others where the pool cannot give them all."""
 
         def short() -> list[Request]:
@@ -149,10 +158,10 @@ class Scheduler:
         for request, slot in zip(requests, self.residency.supply.take_kv(len(requests)), strict=True):
             self.residency.extend(request, slot.reshape(1))
 
-    def _admit(self, candidates: Sequence[Request]) -> tuple[Admission, ...]:
+    def _admit(self, waiting: Iterable[Request]) -> tuple[Admission, ...]:
         """Admits in order until one does not fit: a large request is not overtaken for ever by small ones."""
         admissions: list[Admission] = []
-        for request in sorted(candidates, key=lambda r: r.order):
+        for request in waiting:
             if self._waits_for_leader(request):
                 continue
             num_prefilling = sum(r.num_uncomputed_tokens > 1 for r in self.running)
@@ -192,3 +201,10 @@ class Scheduler:
             self.running.remove(request)
         elif request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
+
+
+def _by_status(requests: Iterable[Request]) -> tuple[list[Request], list[Request]]:
+    """Those that run, and those that wait."""
+    requests = list(requests)
+    running = [request for request in requests if request.status is RequestStatus.RUNNING]
+    return running, [request for request in requests if request.status is RequestStatus.WAITING]
