@@ -1,6 +1,7 @@
 # The environment is made on first use; `make demo` and `make test` are all a fresh clone needs.
 PYTHON ?= python3
 VENV ?= .venv
+PIP_ARGS ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
@@ -30,7 +31,7 @@ train-tiny: $(INSTALLED)  ## train the bundled checkpoint from scratch: over an 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test,lint]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable '.[test,lint]'
 	touch $@
 
 clean:

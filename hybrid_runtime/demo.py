@@ -87,9 +87,11 @@ def main() -> None:
     with HybridRuntime("tiny", max_num_seqs=len(prompts)) as rt:
         assert rt.tokenizer is not None
         console.print(
-            f"Loaded {rt.model.spec.name} in {time.perf_counter() - started:.1f} s. Pools: {rt.plan.describe()}.\n"
+            f"Loaded tiny ({rt.model.spec.name}) in {time.perf_counter() - started:.1f} s.\n"
+            f"Pools: {rt.plan.describe()}.\n"
             f"{len(prompts)} prompts that share a header of {len(rt.tokenizer(HEADER).input_ids)} tokens, "
-            f"{MAX_TOKENS} new tokens each, all at once; then the same again."
+            f"{MAX_TOKENS} new tokens each, all at once; then the same again. The cold run finds nothing; it leaves a "
+            "checkpoint at the end of each prompt and of each completion, from which the warm run resumes."
         )
         table = _new_table()
         runs: list[list[RequestOutput]] = []

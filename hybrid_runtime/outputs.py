@@ -76,7 +76,12 @@ def _difference(end: float | None, start: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The state of a request, or (streaming) what is new of it."""
+    """The state of a request, or (streaming) what is new of it.
+
+    `checkpoint_origin` is "tail" (end of a prompt) or "final" (end of a request). `cache_miss_reason` is "cold" (no
+    token matched), "no_state_on_path" (tokens matched, no checkpoint among them), "too_short" (a prompt of one token),
+    "prompt_logprobs" (every token must be computed) or "disabled".
+    """
 
     request_id: str
     prompt: str | None  # None where the prompt came as token ids

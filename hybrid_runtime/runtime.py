@@ -47,6 +47,8 @@ class HybridRuntime:
         self.config = RuntimeConfig.with_overrides(config, overrides)
         if not isinstance(model, PreTrainedModel | str | os.PathLike):
             raise invalid("model", model, "must be a transformers model, a checkpoint folder, a hub id or 'tiny'")
+        if tokenizer is not None and not hasattr(tokenizer, "decode"):
+            raise invalid("tokenizer", tokenizer, "must be a transformers tokenizer")
         dtype = None if self.config.dtype is None else getattr(torch, self.config.dtype)
         loaded = load_model(model, dtype, _device(self.config.device), needs_tokenizer=tokenizer is None)
         self.model = loaded.hybrid_model
@@ -181,6 +183,7 @@ class HybridRuntime:
 
     def stats(self) -> RuntimeStats:
         """Counters of pools, cache and scheduler, now."""
+        self._require_open()
         return collect_stats(self._engine)
 
     def close(self) -> None:
@@ -196,6 +199,7 @@ class HybridRuntime:
                 self._engine.memory.free()
 
     def __enter__(self) -> HybridRuntime:
+        self._require_open()
         return self
 
     def __exit__(

@@ -6,7 +6,10 @@ import doctest
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_transcript() -> None:
@@ -15,17 +18,27 @@ def test_transcript() -> None:
     assert result.failed == 0
 
 
+def test_the_code_under_use_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.search(r"## Use\n+```python\n(.*?)```", README, re.S)
+    assert code is not None
+    exec(compile(code.group(1), "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "RuntimeStats(" in printed
+    header_hits = re.findall(r" (\d+) None$", printed, re.M)
+    assert len(header_hits) == 2
+    assert min(map(int, header_hits)) > 0
+
+
 def test_file_tree_names_what_there_is() -> None:
-    """Every path of the annotated tree exists, and every top-level folder of the package is in it."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    tree = re.search(r"## Where things are\n+```\n(.*?)```", text, re.S)
+    """Every path of the annotated tree exists, and every folder of the package is in it."""
+    tree = re.search(r"## Where things are\n+```\n(.*?)```", README, re.S)
     assert tree is not None
     named: set[str] = set()
     for line in tree.group(1).splitlines():
-        indent = "hybrid_runtime/" if line.startswith(" ") else ""
-        for path in re.findall(r"[\w/]+/(?=[ ,;]|$)|[\w/]+\.(?:py|md)\b", line.split("  made")[0]):
-            if (ROOT / indent / path).exists():
-                named.add(str(Path(indent) / path))
+        parent = "hybrid_runtime" if line.startswith(" ") else ""
+        names = re.split(r"\s{2,}", line.strip())[0]
+        named |= {str(Path(parent) / name) for name in names.split(", ")}
+    assert not {name for name in named if not (ROOT / name).exists()}
     folders = {f"hybrid_runtime/{path.name}" for path in (ROOT / "hybrid_runtime").iterdir() if path.is_dir()}
     folders -= {
         "hybrid_runtime/ops",
@@ -34,4 +47,3 @@ def test_file_tree_names_what_there_is() -> None:
         "hybrid_runtime/checkpoints",
     }
     assert folders <= named, folders - named
-    assert {"ops", "graphs", "tests", "profiles", "DESIGN.md"} <= named

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from hybrid_runtime.config import RuntimeConfig
@@ -14,6 +16,8 @@ from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.scheduling.residency import Residency
 from hybrid_runtime.scheduling.scheduler import Scheduler
 from hybrid_runtime.text.detokenizer import TokenDecoder
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -32,6 +36,12 @@ def build_engine(
         model_max_len=model.spec.max_position_embeddings,
         available_bytes=available_bytes(model.device),
     )
+    if config.max_model_len is None and plan.max_model_len < model.spec.max_position_embeddings:
+        _LOGGER.info(
+            "max_model_len is %d, as the KV pool allows; the model's limit is %d",
+            plan.max_model_len,
+            model.spec.max_position_embeddings,
+        )
     memory = EngineMemory(
         plan,
         kv_layers,

@@ -42,21 +42,22 @@ def load_model(
     *,
     needs_tokenizer: bool = True,
 ) -> LoadedModel:
-    """Loads a transformers model in memory, a checkpoint folder, a hub id, or "tiny" (the bundled checkpoint).
+    """Loads a transformers model in memory, a checkpoint folder, a hub id, or "tiny" (always the
+    bundled checkpoint).
 
     A model in memory is shared, not copied, if it has the wanted dtype and device already; otherwise a converted copy
     is made and the caller's model stays as it is. `dtype=None` keeps the model's or the checkpoint's dtype;
     `device=None` keeps the model's device, and loads checkpoints to the CPU. The tokenizer of a checkpoint is None if
     it is not needed, or if there is none that can be loaded (the reason is logged).
 
-    Raises FileNotFoundError if the folder is missing, UnsupportedModelError for an architecture, or an option of its
-    config, that has no adapter, ValueError for weights that are missing from a checkpoint or whose dtype is not one of
-    `DTYPES`.
+    Raises FileNotFoundError if there is no such folder and no such hub id, UnsupportedModelError for an architecture, or
+    an option of its config, that has no adapter, ValueError for weights that are missing from a checkpoint or whose
+    dtype is not one of `DTYPES`.
     """
     if isinstance(source, PreTrainedModel):
         return _loaded(_converted(source, dtype, device), None, source.config.name_or_path or source.config.model_type)
     name = str(source)
-    path = str(_tiny_checkpoint()) if name == "tiny" else name
+    path = str(_tiny_checkpoint()) if name == "tiny" else os.path.expanduser(name)
     if not Path(path).is_dir() and (isinstance(source, os.PathLike) or _is_path(name)):
         raise FileNotFoundError(f"there is no checkpoint folder {path}")
     _require_adapter(path)
@@ -94,7 +95,12 @@ def _is_path(name: str) -> bool:
 
 def _require_adapter(path: str) -> None:
     """Refuses an architecture before its weights are read."""
-    architectures = AutoConfig.from_pretrained(path).architectures or ()
+    try:
+        architectures = AutoConfig.from_pretrained(path).architectures or ()
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{path} is neither a checkpoint folder here nor to be had from a hub: {error}"
+        ) from error
     if architectures and not set(architectures) & set(supported_architectures()):
         raise UnsupportedModelError(
             f"no adapter for the architecture {', '.join(architectures)}; "
