@@ -42,16 +42,16 @@ def load_model(
     *,
     needs_tokenizer: bool = True,
 ) -> LoadedModel:
-    """Loads a transformers model in memory, a checkpoint folder, a hub id, or "tiny" (always the
-    bundled checkpoint).
+    """Loads a transformers model in memory, a checkpoint folder, a hub id, or "tiny" (always the bundled
+    checkpoint).
 
     A model in memory is shared, not copied, if it has the wanted dtype and device already; otherwise a converted copy
     is made and the caller's model stays as it is. `dtype=None` keeps the model's or the checkpoint's dtype;
     `device=None` keeps the model's device, and loads checkpoints to the CPU. The tokenizer of a checkpoint is None if
     it is not needed, or if there is none that can be loaded (the reason is logged).
 
-    Raises FileNotFoundError if there is no such folder and no such hub id, UnsupportedModelError for an architecture, or
-    an option of its config, that has no adapter, ValueError for weights that are missing from a checkpoint or whose
+    Raises FileNotFoundError if there is no such folder and no such hub id, UnsupportedModelError for an architecture,
+    or an option of its config, that has no adapter, ValueError for weights that are missing from a checkpoint or whose
     dtype is not one of `DTYPES`.
     """
     if isinstance(source, PreTrainedModel):
