@@ -90,10 +90,10 @@ class HybridRuntime:
         split = split_prompts(prompts)
         params = _params_per_prompt(sampling_params, len(split), sampling)
         encoded = [self._check(prompt, each) for prompt, each in zip(split, params, strict=True)]
-        groups: list[RequestGroup] = []
+        groups = [self._new_group(prompt, each) for prompt, each in zip(encoded, params, strict=True)]
         try:
-            for prompt, each in zip(encoded, params, strict=True):
-                groups.append(self._queue(prompt, each))
+            for group in groups:
+                self._engine.add(group)
             with tqdm(total=len(groups), desc="requests", unit="request", disable=not use_tqdm) as bar:
                 unfinished = groups
                 while unfinished := [group for group in unfinished if not group.finished]:
@@ -139,8 +139,14 @@ class HybridRuntime:
                 raise invalid("request_id", request_id, "must be a non-empty string")
             if self._is_known(request_id):
                 raise ValueError(f"request_id {request_id!r} is in use already")
-        group = self._queue(self._check(prompt, params), params, request_id, priority)
+        group = self._new_group(self._check(prompt, params), params, request_id, priority)
         self._driven.add(group.request_id)
+        try:
+            self._engine.add(group)
+        except BaseException:
+            self._driven.discard(group.request_id)
+            self._abandon([group])
+            raise
         return group.request_id
 
     def step(self) -> list[RequestOutput]:
@@ -149,9 +155,13 @@ class HybridRuntime:
         self._advance()
         groups = list(self._undelivered.values())
         outputs = [group.output() for group in groups]
-        # Only now, and at once: what an interrupt finds here is delivered by the next call.
-        self._driven -= {group.request_id for group in groups if group.finished}
-        self._undelivered = {}
+        # What an interrupt finds here undone is delivered by the next call, as is what ended since it was looked at.
+        self._driven -= {output.request_id for output in outputs if output.finished}
+        self._undelivered = {
+            group.request_id: group
+            for group, output in zip(groups, outputs, strict=True)
+            if group.finished and not output.finished
+        }
         return outputs
 
     def abort(self, request_id: str) -> None:
@@ -190,13 +200,11 @@ class HybridRuntime:
         """Aborts what is unfinished and gives the pools' memory back. May be called any number of times."""
         if not self._is_closed:
             self._engine.require_idle("close()")
+            self._driven.clear()
+            self._undelivered.clear()
+            self._abandon(list(self._engine.groups.values()))
+            self._engine.memory.free()
             self._is_closed = True
-            try:
-                self._abandon(list(self._engine.groups.values()))
-            finally:
-                self._undelivered.clear()
-                self._driven.clear()
-                self._engine.memory.free()
 
     def __enter__(self) -> HybridRuntime:
         self._require_open()
@@ -214,19 +222,18 @@ class HybridRuntime:
             raise ValueError(f"a tokenizer is needed for stop={params.stop_strings!r}: pass tokenizer=")
         return self._encoder.encode(prompt)
 
-    def _queue(
+    def _new_group(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
     ) -> RequestGroup:
         if request_id is None:
             request_id = next(name for name in map(str, self._ids) if not self._is_known(name))
-        group = self._factory.new_group(request_id, prompt, params, priority)
-        self._engine.add(group)
-        return group
+        return self._factory.new_group(request_id, prompt, params, priority)
 
     def _stream(self, prompt: Prompt, params: SamplingParams) -> Generator[RequestOutput, None, None]:
-        self._require_open()
-        group = self._queue(prompt, params)
+        group = self._new_group(prompt, params)
         try:
+            self._require_open()
+            self._engine.add(group)
             while group.has_news or not group.finished:
                 if group.has_news:
                     yield group.take_delta()
@@ -237,6 +244,7 @@ class HybridRuntime:
 
     def _advance(self) -> None:
         """One engine step; keeps what it brought for those who drive the loop."""
+        self._require_open()
         self._engine.step()
         self._take_progressed()
 

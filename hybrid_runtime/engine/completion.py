@@ -90,7 +90,7 @@ class Completion:
             stop = Stop("length")
         if stop is not None:
             self.end(stop)
-        return stop
+        return self.stop
 
     def replayed(self) -> Completion:
         """A new one, fed with the same tokens: whole, even where `append` or `end` was interrupted on this one."""
@@ -117,11 +117,17 @@ class Completion:
         return copy
 
     def end(self, stop: Stop) -> None:
-        """Ends the sample and lets out the text that was held back, unless a stop string or an error ended it."""
+        """Ends the sample and lets out the text that was held back, unless a stop string or an error ended it.
+
+        A stop string that shows only in that text is the reason then, except of an abort.
+        """
         is_cut = stop.finish_reason == "error" or isinstance(stop.stop_reason, str)
         if self._detokenizer is not None and not is_cut:
-            rest = self._stop_checker.append(self._detokenizer.finish(), may_stop=False).text
-            self._text_parts.append(rest + self._stop_checker.finish())
+            may_stop = len(self._token_ids) >= self.params.min_tokens
+            result = self._stop_checker.append(self._detokenizer.finish(), may_stop=may_stop)
+            self._text_parts.append(result.text + self._stop_checker.finish())
+            if result.stop is not None and stop.finish_reason != "abort":
+                stop = Stop("stop", result.stop)
         self.stop = stop
 
     def output(self) -> CompletionOutput:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import nvtx
 
@@ -12,6 +11,7 @@ from hybrid_runtime.engine.completion import Stop
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.request_group import RequestGroup
 from hybrid_runtime.engine.runner import ForwardResult, ModelRunner, RankedLogprobs, SampledToken, ScoredToken
+from hybrid_runtime.errors import ReentrantCallError
 from hybrid_runtime.outputs import TokenLogprobs, token_logprobs
 from hybrid_runtime.scheduling.request import Request, RequestStatus
 from hybrid_runtime.scheduling.scheduler import PrefillChunk, ScheduledStep, Scheduler
@@ -53,7 +53,7 @@ class Engine:
         self.num_decode_tokens = 0
         self._is_settled = True  # False: the bookkeeping is half done, now or since an exception got out of it
         self._is_busy = False
-        self._put_off: list[str] = []  # ids to abort when the step that runs is over
+        self._put_off: list[RequestGroup] = []  # to abort when the step that runs is over
 
     @property
     def has_unfinished(self) -> bool:
@@ -61,65 +61,78 @@ class Engine:
         return bool(self.groups or self.progressed)
 
     def add(self, group: RequestGroup) -> None:
-        """Queues a request under an id that no unfinished request has. Not to be called from within a step."""
+        """Queues a request under an id that no unfinished request has."""
         assert group.request_id not in self.groups
-        with self._bookkeeping():
+
+        def work() -> None:
             self.groups[group.request_id] = group
             for request in group.requests:
                 self.scheduler.add(request)
 
+        self._do("add_request()", work)
+
     def abort(self, request_id: str) -> None:
         """Ends a request, at the end of the step if one is running. Ignores an id that no unfinished request has."""
-        if self._is_busy:
-            self._put_off.append(request_id)
-            return
         group = self.groups.get(request_id)
         if group is None:
             return
-        with self._bookkeeping():
+        if self._is_busy:
+            self._put_off.append(group)
+            return
+
+        def work() -> None:
             for request in group.unfinished_requests:
                 self.scheduler.finish(request)
                 self._end(request, Stop("abort"))
 
+        self._do("abort()", work)
+
     def step(self) -> None:
         """One iteration; leaves in `progressed` the requests that have something new, those that ended included."""
-        with self._bookkeeping():
+
+        def work() -> None:
             if self.groups:
                 self._run_step()
             if self.debug_checks:
                 self.memory.check(self.scheduler.running)
 
+        self._do("step()", work)
+
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache. Raises RuntimeError while requests are running."""
-        with self._bookkeeping():
+
+        def work() -> None:
             if not self.scheduler.running:
                 self.memory.supply.release(self.memory.cache.reset())
-                return
-        raise RuntimeError(f"{len(self.scheduler.running)} requests are running on the prefix cache")
+
+        self._do("reset_prefix_cache()", work)
+        if self.scheduler.running:
+            raise RuntimeError(f"{len(self.scheduler.running)} requests are running on the prefix cache")
 
     def require_idle(self, call: str) -> None:
-        """Raises RuntimeError if `call` comes from within another call of the engine."""
+        """Raises ReentrantCallError if `call` comes from within another call of the engine."""
         if self._is_busy:
-            raise RuntimeError(f"{call} was called from within a step of the same runtime")
+            raise ReentrantCallError(f"{call} was called from within a step of the same runtime")
 
-    @contextmanager
-    def _bookkeeping(self) -> Iterator[None]:
-        """Whoever changes anything does it in here: half-done work of an earlier call is made good first."""
-        self.require_idle("a method of the engine")
+    def _do(self, call: str, work: Callable[[], None]) -> None:
+        """Whoever changes anything does it in here: what an exception left half done is made good first."""
+        self.require_idle(call)
         try:
             try:
                 self._is_busy = True
                 if not self._is_settled:
                     self._recover()
                 self._is_settled = False
-                yield
+                work()
                 self._is_settled = True
             finally:
                 self._is_busy = False
         finally:  # once more: an interrupt may have come just before
             self._is_busy = False
         while self._put_off:
-            self.abort(self._put_off.pop())
+            group = self._put_off.pop()
+            if self.groups.get(group.request_id) is group:
+                self.abort(group.request_id)
 
     def _run_step(self) -> None:
         with nvtx.annotate("schedule"):
@@ -130,12 +143,13 @@ class Engine:
             self.groups[request.request_id].mark_scheduled()
         try:
             results = self._run(step)
-        except Exception as error:  # whatever a forward raises must not take the other requests down
-            self._fail(step, error)
-        except BaseException:
+        except BaseException as error:
             self.scheduler.reset(step)
-            self._is_settled = True
-            raise
+            if isinstance(error, ReentrantCallError) or not isinstance(error, Exception):
+                self._is_settled = True
+                raise
+            # Whatever else a forward raises must not take the other requests down.
+            self._note_failure(step, error)
         else:
             with nvtx.annotate("apply"):
                 self._apply(step, results)
@@ -217,9 +231,9 @@ class Engine:
             self.scheduler.finish(request)
         self._note_progress(group)
 
-    def _fail(self, step: ScheduledStep, error: Exception) -> None:
+    def _note_failure(self, step: ScheduledStep, error: Exception) -> None:
+        """After a failed forward: if it held one request, that is the culprit."""
         _LOGGER.error("a forward over %d requests failed", len(step.requests), exc_info=error)
-        self.scheduler.reset(step)
         if len(step.requests) == 1:
             self._drop(step.requests[0], f"{type(error).__name__}: {error}")
 

@@ -11,6 +11,7 @@ from hybrid_runtime.memory.pools import LayerSpec, bytes_per_slot
 KV_SLOTS_PER_STATE = 512  # unless told otherwise, the pools hold one state per that many tokens of KV
 NUM_BATCHES = 8  # and KV for that many batches of `max_num_seqs` requests ...
 TYPICAL_LEN = 2048  # ... of that many tokens, if memory allows: more would rarely be hit
+MIN_LEN = 2  # a prompt token and an output token
 TABLE_ENTRY_BYTES = 4  # of the request table: one entry per row and position
 ALLOCATOR_BYTES_PER_SLOT = 5  # an entry of the free list and a flag
 FREE_BOOKKEEPING_BYTES = 2**30  # bookkeeping in host memory up to here is granted; beyond, what the pools may take
@@ -80,7 +81,7 @@ def plan_memory(
             f"max_model_len={plan.max_model_len} is more than the num_kv_slots={plan.num_kv_slots} that would have to "
             f"hold such a request: {plan.describe()}; there are {limit:,} B for the pools"
         )
-    if plan.max_model_len < 2:
+    if plan.max_model_len < MIN_LEN:
         raise ValueError(f"max_model_len={plan.max_model_len} leaves no room for a prompt token and an output token")
     return plan
 
@@ -94,8 +95,10 @@ def _choose_num_states(config: RuntimeConfig, most_kv: int, kv_bytes: int, state
     wanted = max(2 * config.max_num_seqs, num_kv // KV_SLOTS_PER_STATE)
     if state_bytes == 0:
         return wanted
-    needed_kv = config.num_kv_slots or config.max_model_len or 0
-    room = limit - (needed_kv + 1) * kv_bytes if needed_kv else limit // 2
+    wanted_kv = config.num_kv_slots or config.max_model_len
+    room = limit - ((wanted_kv or MIN_LEN) + 1) * kv_bytes
+    if wanted_kv is None:
+        room = min(room, limit // 2)
     return max(1, min(wanted, room // state_bytes - 1))
 
 

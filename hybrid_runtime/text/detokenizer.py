@@ -41,6 +41,7 @@ class IncrementalDetokenizer:
         self._window = self._context(prompt_token_ids)  # tokens whose text is out, then the pending ones
         self._num_out = len(self._window)
         self._out_text = self._decode(self._window)
+        self._num_early = 0  # characters of the window's text that are out, where these are more than `_out_text`
 
     def append(self, token_id: int) -> str:
         """Takes the next token; returns the text that is now certain, which may be empty."""
@@ -51,9 +52,10 @@ class IncrementalDetokenizer:
                 return self._emit(text, len(self._window))
             if self._is_without_effect(token_id):
                 self._window.pop()  # it must not displace the context
-        elif self._num_pending > _MAX_PENDING_TOKENS:
+            return ""
+        if self._num_pending > _MAX_PENDING_TOKENS:
             return self._emit_invalid(text)
-        return ""
+        return self._emit_early(text)
 
     def finish(self) -> str:
         """The text of the pending tokens, when no more follow: unfinished characters become U+FFFD."""
@@ -74,14 +76,25 @@ class IncrementalDetokenizer:
     def _emit(self, text: str, num_tokens: int) -> str:
         """Lets out `text`, the decoding of the window's first `num_tokens`; they become the context of the rest."""
         new_text = text[self._num_known(text) :]
+        self._num_early = 0
         if num_tokens > self._num_out:
             del self._window[: self._num_out]
             self._num_out = num_tokens - self._num_out
             self._out_text = self._decode(self._window[: self._num_out])
         return new_text
 
+    def _emit_early(self, text: str) -> str:
+        """Lets out the whole characters in front of an unfinished one, where one token holds both."""
+        num_known, num_whole = self._num_known(text), len(text.rstrip(_REPLACEMENT))
+        if num_whole <= num_known:
+            return ""
+        self._num_early = num_whole
+        return text[num_known:num_whole]
+
     def _num_known(self, text: str) -> int:
         """How many characters at the front of the window's `text` are out already."""
+        if self._num_early:
+            return self._num_early
         if self._out_text.endswith(_REPLACEMENT) and not text.startswith(self._out_text):
             # The prompt ended inside a character, which is complete now.
             return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._out_text, text, strict=False)))

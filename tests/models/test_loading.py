@@ -157,3 +157,12 @@ def test_an_unknown_architecture_is_refused_before_its_weights_are_read(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*KimiLinearForCausalLM"):
         load_model(tmp_path)
+
+
+def test_hooks_that_transformers_leaves_behind_are_no_reason_to_refuse(kimi: PreTrainedModel) -> None:
+    expected = logits(load_model(kimi))
+    with torch.no_grad():
+        kimi(torch.tensor([[3, 1, 4]]), output_hidden_states=True)
+    kimi.enable_input_require_grads()
+    assert any(module._forward_hooks for module in kimi.modules())
+    assert torch.equal(logits(load_model(kimi)), expected)

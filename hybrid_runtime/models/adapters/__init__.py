@@ -54,5 +54,8 @@ def _require_plain(path: str, module: nn.Module) -> None:
     kind = type(module)
     if not kind.__module__.startswith(("torch.nn.modules.", "transformers.")):
         raise UnsupportedModelError(f"module {path} is a {kind.__module__}.{kind.__qualname__}: merge or remove it")
-    if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+    # transformers leaves hooks of its own that only look: to collect hidden states, to keep inputs differentiable.
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    is_hooked = any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
+    if is_hooked or hasattr(module, "_hf_hook"):
         raise UnsupportedModelError(f"module {path} has hooks, which would be ignored: remove them")
