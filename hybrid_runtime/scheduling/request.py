@@ -114,6 +114,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.residence = None
         self.num_computed_tokens = 0
+        self.alone_until = 0
 
     @property
     def order(self) -> tuple[int, int]:

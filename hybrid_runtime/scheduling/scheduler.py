@@ -75,7 +75,7 @@ class Scheduler:
             step = self._schedule_among(*_by_status([request]))
             if step.requests:
                 return step
-        return self._schedule_among(*_by_status(r for r in (*self.running, *self.waiting) if not r.runs_alone))
+        return self._schedule_among(*_by_status(r for r in (*self.running, *self.waiting) if r not in self._suspects))
 
     def finish(self, request: Request) -> None:
         """Ends a request in any status, leaving what it computed in the tree."""

@@ -168,3 +168,21 @@ def test_a_state_slot_that_cannot_be_had_skips_the_checkpoint(arrivals: Iterator
     step = scheduler.schedule()
     assert step.prefill[0].checkpoint is None
     assert scheduler.residency.num_skipped_checkpoints == 1
+
+
+def test_a_fresh_start_forgets_who_was_suspected(arrivals: Iterator[int]) -> None:
+    """Else a later failure of others would leave a request that neither runs alone nor among others."""
+    scheduler = make_scheduler()
+    requests = [new_request(arrivals, 10, first=100 * place) for place in range(3)]
+    for request in requests[:2]:
+        scheduler.add(request)
+    scheduler.reset(scheduler.schedule())
+    assert all(request.runs_alone for request in requests[:2])
+    scheduler.residency.supply.start_over()
+    scheduler.residency.table.start_over()
+    scheduler.start_over()
+    for request in requests:
+        request.start_over(0)
+        scheduler.add(request)
+    assert not any(request.runs_alone for request in requests)
+    assert len(scheduler.schedule().requests) == 3
