@@ -197,7 +197,7 @@ class Engine:
                 # A tokenizer may fail on a token: that must not take the other requests down either.
                 try:
                     self._append(token)
-                except Exception as error:
+                except Exception as error:  # the tokenizer's
                     _LOGGER.error("a token of request %s failed", token.request.request_id, exc_info=error)
                     self._drop(token.request, f"{type(error).__name__}: {error}")
         for request in invalid:
