@@ -25,11 +25,14 @@ class EvictionOrder(Protocol):
     def remove(self, node: Node) -> None:
         """A member was locked or is gone."""
 
+    def became_leaf(self, node: Node) -> None:
+        """A member of the KV order lost its last child, and stays."""
+
     def victim(self) -> Node | None:
         """The member to evict next, which stays a member. Of the KV order it has no children."""
 
     def __iter__(self) -> Iterator[Node]:
-        """All members, the next victim first; of the KV order no node before its descendants. For checks."""
+        """All members, each once, in no particular order. For checks."""
 
     def __len__(self) -> int: ...
 

@@ -27,10 +27,14 @@ class LRUOrder:
     def remove(self, node: Node) -> None:
         del self._members[node]
 
+    def became_leaf(self, node: Node) -> None:
+        """Nothing to do: a leaf's place is its recency."""
+
     def victim(self) -> Node | None:
         return next(iter(self._members), None)
 
     def __iter__(self) -> Iterator[Node]:
+        """The members, the next victim first."""
         return iter(self._members)
 
     def __len__(self) -> int:

@@ -18,6 +18,9 @@ class Node:
 
     `length` is the number of tokens from the root to this node's end, which is what a state here is exact for. A node
     without a state is a tombstone. The fields are written by `RadixTree` alone.
+
+    `num_hits` counts how often the state here was locked, that is, resumed from; it survives the state's eviction.
+    `last_used` is when KV or state here were last used, in seconds of `time.monotonic`.
     """
 
     __slots__ = (
@@ -26,7 +29,9 @@ class Node:
         "key",
         "kv_lock",
         "kv_slots",
+        "last_used",
         "length",
+        "num_hits",
         "origin",
         "parent",
         "state_lock",
@@ -43,6 +48,8 @@ class Node:
         self.origin: str | None = None
         self.kv_lock = 0
         self.state_lock = 0
+        self.num_hits = 0
+        self.last_used = 0.0
 
     def set_edge(self, key: TokenArray, kv_slots: SlotArray) -> None:
         self._key_bytes = key.tobytes()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -29,7 +29,13 @@ class RadixCache:
     it. No operation's cost depends on the size of the pools or on the number of nodes off its own path.
     """
 
-    def __init__(self, policy: str = "lru") -> None:
+    def __init__(self, policy: str = "lru", *, on_evict: Callable[[Node], None] | None = None) -> None:
+        """`on_evict` is called with the node of each state that eviction is about to take from the tree.
+
+        It sees the node with its path, slots and origin still in place. It must not change the tree, nor raise: the
+        slots that the same call evicted before would be lost.
+        """
+        self.on_evict = on_evict
         self._policy = policy
         self._tree = RadixTree(policy)
         self._receipts: set[LockReceipt] = set()
@@ -145,6 +151,8 @@ class RadixCache:
         require_count(n)
         collector = SlotCollector()
         while collector.num_kv < n and (leaf := self._tree.kv_order.victim()) is not None:
+            if self.on_evict is not None and leaf.state_slot is not None:
+                self.on_evict(leaf)
             self._tree.evict_leaf(leaf, collector)
         return collector.freed()
 
@@ -156,6 +164,8 @@ class RadixCache:
         require_count(n)
         collector = SlotCollector()
         while collector.num_states < n and (node := self._tree.state_order.victim()) is not None:
+            if self.on_evict is not None:
+                self.on_evict(node)
             self._tree.drop_state(node, collector)
             self._tree.prune(node, collector)
         return collector.freed()
@@ -171,8 +181,8 @@ class RadixCache:
         return freed
 
     def emptied(self) -> RadixCache:
-        """A new, empty cache with the same policy; this one and its receipts are not to be used any more."""
-        return RadixCache(self._policy)
+        """A new, empty cache with the same policy and `on_evict`; this one is not to be used any more."""
+        return RadixCache(self._policy, on_evict=self.on_evict)
 
     @property
     def root(self) -> Node:
@@ -212,6 +222,14 @@ class RadixCache:
     def nodes(self) -> Iterator[Node]:
         """Every node but the root, parents before children. For checks and rendering."""
         return self._tree.nodes()
+
+    def path_tokens(self, node: Node) -> TokenArray:
+        """Tokens from the root to `node`, int32 `[node.length]`, a copy. Raises `ValueError` if it left the tree."""
+        return join_slots([each.key for each in self._tree.path(node)])
+
+    def path_kv_slots(self, node: Node) -> SlotArray:
+        """KV slots of those tokens, int32 `[node.length]`, a copy. Raises `ValueError` if `node` left the tree."""
+        return join_slots([each.kv_slots for each in self._tree.path(node)])
 
     def owned_kv_slots(self) -> SlotArray:
         """All KV slots in the tree, int32, in no particular order. O(nodes)."""

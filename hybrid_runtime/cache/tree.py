@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from time import monotonic
 
 import numpy as np
 
@@ -52,6 +53,17 @@ class RadixTree:
         """Whether a node that was once in this tree still is. O(1): removed nodes lose their parent."""
         return node is self.root or node.parent is not None
 
+    def path(self, node: Node) -> list[Node]:
+        """The nodes from the root's child down to `node`. Raises `ValueError` if it is no longer in the tree."""
+        if node not in self:
+            raise ValueError(f"not in the tree any more: {node}")
+        nodes: list[Node] = []
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
     def walk(self, tokens: TokenArray) -> Walk:
         """Follows `tokens` as far as the keys agree. Read-only."""
         nodes: list[Node] = []
@@ -84,6 +96,7 @@ class RadixTree:
         self.num_nodes += 1
         self.num_kv_slots += len(key)
         self.num_evictable_kv += len(key)
+        node.last_used = monotonic()
         self.kv_order.add(node)
         return node
 
@@ -98,6 +111,7 @@ class RadixTree:
         assert 0 < at < len(lower.key)
         upper = Node(parent, lower.key[:at], lower.kv_slots[:at])
         upper.kv_lock = lower.kv_lock
+        upper.last_used = lower.last_used
         parent.children[int(upper.key[0])] = upper
         lower.set_edge(lower.key[at:], lower.kv_slots[at:])
         lower.parent = upper
@@ -109,7 +123,9 @@ class RadixTree:
 
     def touch_path(self, node: Node) -> None:
         """Makes the KV of `node` and its ancestors the most recently used."""
+        now = monotonic()
         while node.parent is not None:
+            node.last_used = now
             if node.kv_lock == 0:
                 self.kv_order.touch(node)
             node = node.parent
@@ -119,11 +135,13 @@ class RadixTree:
         assert node.state_slot is None
         node.state_slot = state_slot
         node.origin = origin
+        node.last_used = monotonic()
         self.num_state_slots += 1
         self.num_evictable_states += 1
         self.state_order.add(node)
 
     def touch_state(self, node: Node) -> None:
+        node.last_used = monotonic()
         if node.state_lock == 0:
             self.state_order.touch(node)
 
@@ -143,16 +161,20 @@ class RadixTree:
             self.state_order.remove(node)
             self.num_evictable_states -= 1
         node.state_lock += 1
+        node.num_hits += 1
 
     def unlock_state(self, node: Node) -> None:
         """A state whose last lock goes was in use until now: it becomes the most recently used."""
         node.state_lock -= 1
+        node.last_used = monotonic()
         if node.state_lock == 0:
             self.state_order.add(node)
             self.num_evictable_states += 1
 
     def lock_path(self, node: Node) -> None:
+        now = monotonic()
         while node.parent is not None:
+            node.last_used = now
             if node.kv_lock == 0:
                 self.kv_order.remove(node)
                 self.num_evictable_kv -= len(node.key)
@@ -162,7 +184,9 @@ class RadixTree:
 
     def unlock_path(self, node: Node) -> None:
         """KV whose last lock goes was in use until now: it becomes the most recently used, ancestors last."""
+        now = monotonic()
         while node.parent is not None:
+            node.last_used = now
             node.kv_lock -= 1
             if node.kv_lock == 0:
                 self.kv_order.add(node)
@@ -180,6 +204,7 @@ class RadixTree:
 
     def prune(self, node: Node, collector: SlotCollector) -> None:
         """Removes `node` and then its ancestors for as long as they are childless, stateless and unlocked."""
+        first = node
         while node.parent is not None and not node.children and node.state_slot is None and node.kv_lock == 0:
             parent = node.parent
             del parent.children[int(node.key[0])]
@@ -190,3 +215,5 @@ class RadixTree:
             self.num_kv_slots -= len(node.key)
             self.num_evictable_kv -= len(node.key)
             node = parent
+        if node is not first and node.parent is not None and not node.children and node.kv_lock == 0:
+            self.kv_order.became_leaf(node)
