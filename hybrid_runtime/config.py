@@ -16,6 +16,14 @@ STATE_DTYPES = ("float32", "float64")  # states accumulate over thousands of tok
 EVICTION_POLICIES = ("lru",)
 INT64_MAX = 2**63 - 1
 
+_OPTIONAL_COUNTS = (
+    "max_model_len",
+    "num_kv_slots",
+    "num_state_slots",
+    "memory_bytes",
+    "checkpoint_interval",
+    "track_interval",
+)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -39,6 +47,9 @@ class RuntimeConfig:
     memory_bytes: int | None = None  # of both pools together; None: a share of the free memory
     enable_prefix_cache: bool = True
     eviction: str = "lru"  # one of EVICTION_POLICIES
+    checkpoint_interval: int | None = None  # tokens between checkpoints inside a prompt; None: off
+    track_interval: int | None = 256  # decoded tokens between periodic checkpoints; None: off
+    min_saving: int = 32  # tokens that a checkpoint at a junction, or waiting for another request, must save
     seed: int = 0  # the seeds of requests that bring none are drawn from it
     debug_checks: bool = False  # assert the conservation of both pools after every step
 
@@ -49,9 +60,9 @@ class RuntimeConfig:
         require_choice("state_dtype", self.state_dtype, STATE_DTYPES)
         require_choice("kv_dtype", self.kv_dtype, (None, *DTYPES))
         require_choice("eviction", self.eviction, EVICTION_POLICIES)
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "min_saving"):
             require_int(name, getattr(self, name), minimum=1)
-        for name in ("max_model_len", "num_kv_slots", "num_state_slots", "memory_bytes"):
+        for name in _OPTIONAL_COUNTS:
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), minimum=1)
         require_int("seed", self.seed, minimum=0, maximum=INT64_MAX)

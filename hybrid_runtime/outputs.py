@@ -78,9 +78,12 @@ def _difference(end: float | None, start: float | None) -> float | None:
 class RequestOutput:
     """The state of a request, or (streaming) what is new of it.
 
-    `checkpoint_origin` is "tail" (end of a prompt) or "final" (end of a request). `cache_miss_reason` is "cold" (no
-    token matched), "no_state_on_path" (tokens matched, no checkpoint among them), "too_short" (a prompt of one token),
-    "prompt_logprobs" (every token must be computed) or "disabled".
+    `checkpoint_origin` is "tail" (end of a prompt), "junction" (where another prompt parted ways), "hint" (a position
+    that a user, `chat` or `warmup` named), "interval" (inside a long prompt), "track" (inside an output) or "final"
+    (end of a request). `cache_miss_reason` is "cold" (nothing that helps was ever there), "no_state_on_path" (tokens
+    match, no checkpoint was ever among them), "state_evicted" (one was, and the tokens still match), "kv_evicted" (one
+    was, and so were the tokens), "too_short" (a prompt of one token), "prompt_logprobs" (every token must be computed)
+    or "disabled". Both are about the first sample.
     """
 
     request_id: str
@@ -121,8 +124,10 @@ class CacheStats:
     num_cached_tokens: int = 0  # of which skipped
     num_nodes: int = 0  # now in the tree
     num_checkpoints: int = 0  # now in the tree
+    hits_by_origin: Mapping[str, int] = field(default_factory=dict)  # num_hits, by the origin of the checkpoint
+    misses_by_reason: Mapping[str, int] = field(default_factory=dict)  # the other requests, by cache_miss_reason
     num_kept_checkpoints: Mapping[str, int] = field(default_factory=dict)  # per origin
-    num_skipped_checkpoints: int = 0  # due, but no state slot was to be had
+    num_skipped_checkpoints: Mapping[str, int] = field(default_factory=dict)  # due, but no slot was free; per origin
     num_evicted_tokens: int = 0
     num_evicted_states: int = 0
 

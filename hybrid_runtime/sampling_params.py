@@ -25,9 +25,10 @@ _SHORTHANDS = {"max_new_tokens": "max_tokens"}
 class SamplingParams:
     """Sampling options of one request; they are checked once, here.
 
-    `stop` may be given as one string or several, `stop_token_ids` as any collection; both are kept as tuples, and
-    `logit_bias` as a copy. Raises ValueError, naming the field and the value, for a value of the wrong type or out of
-    range, for duplicates, and for what cannot be meant (`min_tokens > max_tokens`, several greedy samples).
+    `stop` may be given as one string or several, `stop_token_ids` and `checkpoint_positions` as any collection; all
+    are kept as tuples, and `logit_bias` as a copy. Raises ValueError, naming the field and the value, for a value of
+    the wrong type or out of range, for duplicates, and for what cannot be meant (`min_tokens > max_tokens`, several
+    greedy samples).
     """
 
     max_tokens: int | None = 16  # None: until the context is full
@@ -48,6 +49,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None  # that many most likely tokens beside the sampled one
     prompt_logprobs: int | None = None
+    checkpoint_positions: Sequence[int] = ()  # prompt lengths in tokens after which later prompts will part ways
 
     def __post_init__(self) -> None:
         self._check_lengths()
@@ -56,6 +58,7 @@ class SamplingParams:
             require_bool(name, getattr(self, name))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "checkpoint_positions", _checkpoint_positions(self.checkpoint_positions))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
         normalize_integers(self)
@@ -128,6 +131,12 @@ class SamplingParams:
             if (getattr(self, name) or 0) > vocab_size:
                 raise invalid(name, getattr(self, name), f"must be at most the vocabulary's size {vocab_size}")
 
+    def validate_for_prompt(self, prompt_len: int) -> None:
+        """Raises ValueError for a checkpoint position behind the end of a prompt of `prompt_len` tokens."""
+        for length in self.checkpoint_positions:
+            if length > prompt_len:
+                raise invalid("checkpoint_positions", length, f"must be at most the prompt's {prompt_len} tokens")
+
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else _as_tuple("stop", () if stop is None else stop)
@@ -144,6 +153,14 @@ def _stop_token_ids(token_ids: object) -> tuple[int, ...]:
         require_int("stop_token_ids", token_id, minimum=0)
     _require_distinct("stop_token_ids", ids)
     return tuple(int(token_id) for token_id in ids)
+
+
+def _checkpoint_positions(positions: object) -> tuple[int, ...]:
+    lengths = _as_tuple("checkpoint_positions", positions)
+    for length in lengths:
+        require_int("checkpoint_positions", length, minimum=1)
+    _require_distinct("checkpoint_positions", lengths)
+    return tuple(int(length) for length in lengths)
 
 
 def _logit_bias(logit_bias: object) -> dict[int, float]:

@@ -47,11 +47,8 @@ def build_prefill(
     positions: list[list[int]] = []
     state_slots: list[int] = []
     for chunk, length in zip(chunks, lengths, strict=True):
-        if chunk.checkpoint is not None:
-            positions.append([chunk.checkpoint.length - chunk.start, length])
-            state_slots.append(chunk.checkpoint.state_slot)
-        else:
-            positions.append([length])
+        positions.append([*(checkpoint.length - chunk.start for checkpoint in chunk.checkpoints), length])
+        state_slots.extend(checkpoint.state_slot for checkpoint in chunk.checkpoints)
         state_slots.append(chunk.request.resident.working_slot)
 
     logits_tokens: list[int] = []

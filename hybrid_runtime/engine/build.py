@@ -13,6 +13,7 @@ from hybrid_runtime.engine.runner import ModelRunner
 from hybrid_runtime.memory.available import available_bytes
 from hybrid_runtime.memory.plan import MemoryPlan, plan_memory
 from hybrid_runtime.models.hybrid_model import HybridModel
+from hybrid_runtime.scheduling.placement import CheckpointPolicy
 from hybrid_runtime.scheduling.residency import Residency
 from hybrid_runtime.scheduling.scheduler import Scheduler
 from hybrid_runtime.text.detokenizer import TokenDecoder
@@ -50,7 +51,8 @@ def build_engine(
         eviction=config.eviction,
         device=model.device,
     )
-    residency = Residency(memory.supply, memory.table, enabled=config.enable_prefix_cache)
+    policy = CheckpointPolicy(config.min_saving, config.checkpoint_interval, config.track_interval)
+    residency = Residency(memory.supply, memory.table, enabled=config.enable_prefix_cache, policy=policy)
     scheduler = Scheduler(
         residency, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )

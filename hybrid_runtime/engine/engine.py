@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import nvtx
 
+from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.engine.completion import Stop
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.request_group import RequestGroup
@@ -14,7 +15,7 @@ from hybrid_runtime.engine.runner import ForwardResult, ModelRunner, RankedLogpr
 from hybrid_runtime.errors import ReentrantCallError
 from hybrid_runtime.outputs import TokenLogprobs, token_logprobs
 from hybrid_runtime.scheduling.request import Request, RequestStatus
-from hybrid_runtime.scheduling.scheduler import PrefillChunk, ScheduledStep, Scheduler
+from hybrid_runtime.scheduling.scheduler import DecodeRow, PrefillChunk, ScheduledStep, Scheduler
 from hybrid_runtime.text.detokenizer import TokenDecoder
 
 _LOGGER = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Engine:
 
         def work() -> None:
             if not self.scheduler.running:
-                self.memory.supply.release(self.memory.cache.reset())
+                self.memory.supply.reset_cache()
 
         self._do("reset_prefix_cache()", work)
         if self.scheduler.running:
@@ -188,9 +189,8 @@ class Engine:
         invalid = frozenset(request for result in results for request in result.invalid)
         for chunk in step.prefill:
             self._apply_chunk(chunk, is_valid=chunk.request not in invalid)
-        for request in step.decode:
-            request.num_computed_tokens += 1
-            self.num_decode_tokens += 1
+        for row in step.decode:
+            self._apply_row(row, is_valid=row.request not in invalid)
         for result in results:
             tokens: list[ScoredToken | SampledToken] = [*result.scored, *result.sampled]
             for token in tokens:
@@ -202,16 +202,34 @@ class Engine:
                     self._drop(token.request, f"{type(error).__name__}: {error}")
         for request in invalid:
             self._drop(request, "the model's logits are not finite numbers (NaN or infinity)")
+        for request in step.requests:
+            if request.is_prefill_only and request not in invalid and request.num_uncomputed_tokens == 0:
+                self.scheduler.finish(request)
+                self._end(request, Stop("length"))
 
     def _apply_chunk(self, chunk: PrefillChunk, *, is_valid: bool) -> None:
         chunk.request.num_computed_tokens = chunk.stop
         self.num_prefill_tokens += chunk.stop - chunk.start
-        if chunk.checkpoint is None:
+        self._apply_checkpoints(chunk.request, chunk.checkpoints, is_valid=is_valid)
+
+    def _apply_row(self, row: DecodeRow, *, is_valid: bool) -> None:
+        row.request.num_computed_tokens += 1
+        self.num_decode_tokens += 1
+        checkpoint = row.checkpoint
+        if checkpoint is None:
+            return
+        if checkpoint.origin != "track":
+            self._apply_checkpoints(row.request, (checkpoint,), is_valid=is_valid)
+        elif is_valid:
+            row.request.resident.tracked = checkpoint
+
+    def _apply_checkpoints(self, request: Request, checkpoints: tuple[Checkpoint, ...], *, is_valid: bool) -> None:
+        if not checkpoints:
             return
         if is_valid:
-            self.scheduler.residency.keep_checkpoint(chunk.request, chunk.checkpoint)
+            self.scheduler.residency.keep_checkpoints(request, checkpoints)
         else:
-            self.memory.supply.release_states([chunk.checkpoint.state_slot])
+            self.memory.supply.release_states(checkpoint.state_slot for checkpoint in checkpoints)
 
     def _append(self, token: SampledToken | ScoredToken) -> None:
         request = token.request

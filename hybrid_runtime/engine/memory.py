@@ -72,7 +72,7 @@ class EngineMemory:
         for request in running:
             residence = request.resident
             kv_owners.append(self.table.slots[residence.row, residence.protected_length : residence.num_kv_slots])
-            state_owners.append(np.array([residence.working_slot], dtype=np.int32))
+            state_owners.append(np.array(residence.state_slots, dtype=np.int32))
         for name, owners, total in (
             ("KV", kv_owners, self.supply.kv.num_slots),
             ("state", state_owners, self.supply.states.num_slots),

@@ -25,7 +25,15 @@ class RequestFactory:
         self._seeds = np.random.default_rng(seed)
         self._arrivals = itertools.count()
 
-    def new_group(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> RequestGroup:
+    def new_group(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        is_prefill_only: bool = False,
+    ) -> RequestGroup:
         """A request with one row and one completion per sample; nothing is queued or allocated."""
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         limit, prompt_len = self._max_model_len, len(prompt.token_ids)
@@ -51,7 +59,7 @@ class RequestFactory:
                 arrival=next(self._arrivals),
                 seed=seed,
                 wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
-                leader=requests[0] if requests else None,
+                is_prefill_only=is_prefill_only,
                 forbidden_token_ids=completion.forbidden_token_ids,
             )
             completions.append(completion)

@@ -19,7 +19,7 @@ from hybrid_runtime.ops.ragged import DEFAULT_CHUNK_SIZE
 from hybrid_runtime.sampling import GatheredLogprobs, SamplingInputs, SamplingRow, gather_logprobs, sample
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.residency import Admission
-from hybrid_runtime.scheduling.scheduler import PrefillChunk
+from hybrid_runtime.scheduling.scheduler import DecodeRow, PrefillChunk
 
 
 @dataclass(frozen=True)
@@ -93,19 +93,34 @@ class ModelRunner:
         scored = [token for span in batch.scored for token in self._score(logits_MV, span)]
         logits_SV = logits_MV[batch.last_rows_S]
         invalid = _find_invalid(logits_SV, [chunk.request for chunk in chunks])
-        places = [place for place, chunk in enumerate(chunks) if chunk.is_last and chunk.request not in invalid]
+        places = [
+            place
+            for place, chunk in enumerate(chunks)
+            if chunk.is_last and not chunk.request.is_prefill_only and chunk.request not in invalid
+        ]
         sampled = self._sample(logits_SV[self._indices(places)], [chunks[place].request for place in places])
         return ForwardResult(sampled, [token for token in scored if token.request not in invalid], invalid)
 
-    def decode(self, requests: Sequence[Request]) -> ForwardResult:
-        """One forward over one token of each request. Writes its KV and updates the working slot in place."""
+    def decode(self, rows: Sequence[DecodeRow]) -> ForwardResult:
+        """One forward over one token of each request. Writes its KV and updates the working slot in place.
+
+        The checkpoints that are due get copies of the updated states, all in one batch.
+        """
+        requests = [row.request for row in rows]
         inputs = build_decode(requests, self.memory.table, device=self.model.device)
         self.num_decode_forwards += 1
         with self._autocast_off():
             logits_BV = self.model.decode(inputs, self.memory.step_memory)
+        due = [(row.request.resident.working_slot, row.checkpoint.state_slot) for row in rows if row.checkpoint]
+        if due:
+            working_slots, checkpoint_slots = zip(*due, strict=True)
+            self.memory.state_pool.copy(self._indices(working_slots), self._indices(checkpoint_slots))
         invalid = _find_invalid(logits_BV, requests)
-        sampled = [token for token in self._sample(logits_BV, requests) if token.request not in invalid]
-        return ForwardResult(sampled, [], invalid)
+        places = [place for place, request in enumerate(requests) if not request.is_prefill_only]
+        if len(places) < len(requests):
+            logits_BV = logits_BV[self._indices(places)]
+        tokens = self._sample(logits_BV, [requests[place] for place in places])
+        return ForwardResult([token for token in tokens if token.request not in invalid], [], invalid)
 
     def _score(self, logits_MV: Tensor, span: ScoredSpan) -> list[ScoredToken]:
         token_ids = span.request.tokens[span.start + 1 : span.stop + 1].tolist()

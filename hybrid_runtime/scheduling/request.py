@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_runtime.cache.receipt import LockReceipt
+from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.memory.slots import StateSlot
 from hybrid_runtime.sampling_params import SamplingParams
 
@@ -62,7 +63,8 @@ class Residence:
     """What a running request owns in the pools, from admission until it ends or is preempted.
 
     Row `row` of the request table names `num_kv_slots` KV slots: the first `protected_length` are the tree's, kept by
-    `receipt`, the others the request's own. `working_slot` is its state slot.
+    `receipt`, the others the request's own. `working_slot` is its state slot; one of the `track_slots` holds its
+    latest periodic checkpoint, `tracked`.
     """
 
     row: int
@@ -70,6 +72,13 @@ class Residence:
     receipt: LockReceipt
     protected_length: int
     num_kv_slots: int
+    track_slots: list[StateSlot] = field(default_factory=list)  # the one to be written next comes first
+    tracked: Checkpoint | None = None
+
+    @property
+    def state_slots(self) -> list[StateSlot]:
+        """All state slots that the request owns."""
+        return [self.working_slot, *self.track_slots]
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,14 @@ class PrefixHit:
     num_kv_matched_tokens: int
     checkpoint_origin: str | None
     cache_miss_reason: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Following:
+    """What a waiting request waits for: the checkpoint at `length` that `leader` is about to leave."""
+
+    leader: Request
+    length: int
 
 
 @dataclass(eq=False)
@@ -98,11 +115,13 @@ class Request:
     arrival: int
     seed: int
     wants_prompt_logprobs: bool = False
-    leader: Request | None = None  # the first sample of the same prompt, where this is another one
+    is_prefill_only: bool = False  # ends when its prompt is computed: nothing is sampled
     status: RequestStatus = RequestStatus.WAITING
     residence: Residence | None = None
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+    due_checkpoints: dict[int, str] = field(default_factory=dict)  # length -> origin; of a running request
+    following: Following | None = None  # of a waiting request
     num_prompt_logits_read: int = 0  # prompt tokens whose logits have been read, if prompt logprobs are wanted
     prefix_hit: PrefixHit | None = None  # set at the first admission
     forbidden_token_ids: tuple[int, ...] = ()  # must not be the next token: `min_tokens` is not reached
@@ -115,6 +134,7 @@ class Request:
         self.residence = None
         self.num_computed_tokens = 0
         self.alone_until = 0
+        self.following = None
 
     @property
     def order(self) -> tuple[int, int]:

@@ -6,7 +6,8 @@ Slots change their owner only here and in the tree; DESIGN.md has the rules.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.results import Checkpoint, InsertResult, PrefixMatch
 from hybrid_runtime.memory.request_table import RequestTable
 from hybrid_runtime.memory.slots import StateSlot
+from hybrid_runtime.scheduling.placement import CheckpointPolicy, due_in_prompt
 from hybrid_runtime.scheduling.request import PrefixHit, Request, RequestStatus, Residence
 from hybrid_runtime.scheduling.supply import SlotSupply
 
@@ -37,10 +39,16 @@ class LookupCounts:
     num_hits: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    hits_by_origin: Counter[str] = field(default_factory=Counter)
+    misses_by_reason: Counter[str] = field(default_factory=Counter)
 
     def add(self, request: Request, hit: PrefixHit) -> None:
         self.num_requests += 1
-        self.num_hits += hit.num_cached_tokens > 0
+        if hit.checkpoint_origin is not None:
+            self.num_hits += 1
+            self.hits_by_origin[hit.checkpoint_origin] += 1
+        if hit.cache_miss_reason is not None:
+            self.misses_by_reason[hit.cache_miss_reason] += 1
         self.num_prompt_tokens += request.tokens.prompt_len
         self.num_cached_tokens += hit.num_cached_tokens
 
@@ -48,12 +56,15 @@ class LookupCounts:
 class Residency:
     """Moves requests in and out of the pools. With `enabled=False` nothing is looked up and nothing is kept."""
 
-    def __init__(self, supply: SlotSupply, table: RequestTable, *, enabled: bool) -> None:
+    def __init__(
+        self, supply: SlotSupply, table: RequestTable, *, enabled: bool, policy: CheckpointPolicy | None = None
+    ) -> None:
         self.supply = supply
         self.table = table
         self.enabled = enabled
+        self.policy = policy or CheckpointPolicy()
         self.num_kept_checkpoints: Counter[str] = Counter()
-        self.num_skipped_checkpoints = 0
+        self.num_skipped_checkpoints: Counter[str] = Counter()
         self.lookups = LookupCounts()
 
     @property
@@ -66,7 +77,11 @@ class Residency:
         What is matched is locked. Returns None, with nothing changed, where the pools cannot give that and leave
         `headroom` KV slots free or evictable.
         """
-        return self._move_in(request, self.cache.match(self._lookup_key(request)), headroom)
+        return self._move_in(request, self.match(request), headroom)
+
+    def match(self, request: Request) -> PrefixMatch:
+        """What the cache has for a request that waits. Read-only."""
+        return self.cache.match(self._lookup_key(request))
 
     def admit_unmatched(self, request: Request) -> Admission | None:
         """As `admit`, but resumes from nothing, so that what the match would lock can be evicted for the request."""
@@ -78,21 +93,40 @@ class Residency:
         self.table.write(residence.row, residence.num_kv_slots, kv_slots)
         residence.num_kv_slots += len(kv_slots)
 
-    def take_checkpoint_slot(self) -> StateSlot | None:
+    def take_checkpoint_slot(self, origin: str) -> StateSlot | None:
         """A state slot for a checkpoint that is due; None, and counted as skipped, if there is none to be had."""
         if not self.supply.can_supply(0, 1):
-            self.num_skipped_checkpoints += 1
+            self.num_skipped_checkpoints[origin] += 1
             return None
         return StateSlot(int(self.supply.take_states(1)[0]))
 
-    def keep_checkpoint(self, request: Request, checkpoint: Checkpoint) -> None:
-        """Gives the tree a running request's state at `checkpoint.length`, with the KV up to there.
+    def next_track_slot(self, request: Request) -> StateSlot | None:
+        """The request's slot that its next periodic checkpoint is to be written to; None if there is none to be had.
 
-        The checkpoint's slot must hold that state; it is the tree's afterwards. The request's row then names the
-        tree's slots up to that length, and the request's lock moves there.
+        What the slot held before is given up, if it was the latest such checkpoint.
         """
         residence = request.resident
-        result = self._insert(request, checkpoint)
+        if len(residence.track_slots) < self.policy.num_track_slots:
+            slot = self.take_checkpoint_slot("track")
+            if slot is not None:
+                residence.track_slots.insert(0, slot)
+        elif len(residence.track_slots) > 1:
+            residence.track_slots.append(residence.track_slots.pop(0))
+        if not residence.track_slots:
+            return None
+        slot = residence.track_slots[0]
+        if residence.tracked is not None and residence.tracked.state_slot == slot:
+            residence.tracked = None
+        return slot
+
+    def keep_checkpoints(self, request: Request, checkpoints: Sequence[Checkpoint]) -> None:
+        """Gives the tree a running request's states at some lengths, with the KV up to the deepest.
+
+        The checkpoints' slots must hold these states; they are the tree's afterwards. The request's row then names the
+        tree's slots up to the deepest length, and the request's lock moves there.
+        """
+        residence = request.resident
+        result = self._insert(request, checkpoints)
         receipt = self.cache.lock_kv(result.node)
         self.supply.release(self.cache.unlock(residence.receipt))
         residence.receipt = receipt
@@ -101,18 +135,27 @@ class Residency:
         residence.protected_length = result.kv_length
 
     def donate(self, request: Request, origin: str) -> None:
-        """Moves a request out and leaves what it computed, with its working slot as a checkpoint, in the tree."""
+        """Moves a request out and leaves what it computed in the tree.
+
+        Its working slot becomes a checkpoint of the given origin, its latest periodic checkpoint one, too.
+        """
         residence = request.resident
         if not self.enabled:
             self.vacate(request)
             return
         assert request.num_computed_tokens > 0, "it was admitted and has not run: its working slot holds nothing"
-        result = self._insert(request, Checkpoint(request.num_computed_tokens, residence.working_slot, origin))
+        checkpoints = [Checkpoint(request.num_computed_tokens, residence.working_slot, origin)]
+        tracked = residence.tracked
+        if tracked is not None and tracked.length < request.num_computed_tokens:
+            checkpoints.append(tracked)
+            residence.track_slots.remove(tracked.state_slot)
+        result = self._insert(request, checkpoints)
+        self.supply.release_states(residence.track_slots)
         self._move_out(request, first_own=result.kv_length)
 
     def vacate(self, request: Request) -> None:
         """Moves a request out and leaves nothing of its own: for a working slot that is not worth or fit to keep."""
-        self.supply.release_states([request.resident.working_slot])
+        self.supply.release_states(request.resident.state_slots)
         self._move_out(request, first_own=request.resident.protected_length)
 
     def _lookup_key(self, request: Request) -> NDArray[np.int32]:
@@ -135,24 +178,28 @@ class Residency:
         self.extend(request, self.supply.take_kv(num_own))
         request.num_computed_tokens = match.state_length
         request.status = RequestStatus.RUNNING
+        request.following = None
+        request.due_checkpoints = self._due_checkpoints(request, match)
         if request.prefix_hit is None:
             request.prefix_hit = self._describe(request, match)
             if self.enabled:
                 self.lookups.add(request, request.prefix_hit)
         return Admission(request, match.state_slot)
 
-    def _insert(self, request: Request, checkpoint: Checkpoint) -> InsertResult:
+    def _insert(self, request: Request, checkpoints: Sequence[Checkpoint]) -> InsertResult:
         residence = request.resident
+        deepest = max(checkpoint.length for checkpoint in checkpoints)
         result = self.cache.insert(
-            request.tokens[: checkpoint.length],
-            self.table.slots[residence.row, : checkpoint.length],
-            [checkpoint],
+            request.tokens[:deepest],
+            self.table.slots[residence.row, :deepest],
+            checkpoints,
             protected_length=residence.protected_length,
         )
+        duplicates = result.duplicate_state_slots.tolist()
         self.supply.release_kv(result.duplicate_kv_slots)
-        self.supply.release_states(result.duplicate_state_slots)
-        if not len(result.duplicate_state_slots):
-            self.num_kept_checkpoints[checkpoint.origin] += 1
+        self.supply.release_states(duplicates)
+        kept = (checkpoint.origin for checkpoint in checkpoints if checkpoint.state_slot not in duplicates)
+        self.num_kept_checkpoints.update(kept)
         return result
 
     def _move_out(self, request: Request, first_own: int) -> None:
@@ -163,6 +210,17 @@ class Residency:
         self.table.release_row(residence.row)
         request.residence = None
         request.num_computed_tokens = 0
+
+    def _due_checkpoints(self, request: Request, match: PrefixMatch) -> dict[int, str]:
+        if not self.enabled:
+            return {}
+        return due_in_prompt(
+            self.policy,
+            prompt_len=request.tokens.prompt_len,
+            hints=request.params.checkpoint_positions,
+            state_length=match.state_length,
+            kv_length=match.kv_length,
+        )
 
     def _describe(self, request: Request, match: PrefixMatch) -> PrefixHit:
         return PrefixHit(
@@ -179,4 +237,7 @@ class Residency:
             return "prompt_logprobs"
         if request.tail_position == 0:
             return "too_short"
+        evicted = self.supply.ghosts.longest(request.tokens[:-1])
+        if evicted:
+            return "state_evicted" if match.kv_length >= evicted else "kv_evicted"
         return "no_state_on_path" if match.kv_length else "cold"

@@ -7,19 +7,21 @@ from dataclasses import dataclass
 
 from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.scheduling.budget import share_budget
+from hybrid_runtime.scheduling.placement import due_after_decode, due_in_span
 from hybrid_runtime.scheduling.request import Request, RequestStatus
 from hybrid_runtime.scheduling.residency import Admission, Residency
+from hybrid_runtime.scheduling.sharing import find_leader, still_follows
 from hybrid_runtime.scheduling.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens `[start, stop)` of a request. `checkpoint`, if any, gets the state at a length in `start+1..stop`."""
+    """Tokens `[start, stop)` of a request. The checkpoints get the states at lengths in `start+1..stop`."""
 
     request: Request
     start: int
     stop: int
-    checkpoint: Checkpoint | None
+    checkpoints: tuple[Checkpoint, ...]
 
     @property
     def is_last(self) -> bool:
@@ -28,17 +30,32 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True)
+class DecodeRow:
+    """The one uncomputed token of a request. `checkpoint`, if any, gets a copy of the state after it."""
+
+    request: Request
+    checkpoint: Checkpoint | None
+
+
+@dataclass(frozen=True)
 class ScheduledStep:
     """One engine iteration: what to do to working slots first, then at most one prefill and one decode forward."""
 
     admissions: tuple[Admission, ...]
     prefill: tuple[PrefillChunk, ...]
-    decode: tuple[Request, ...]
+    decode: tuple[DecodeRow, ...]
 
     @property
     def requests(self) -> tuple[Request, ...]:
         """The requests that a forward of this step works on."""
-        return (*(chunk.request for chunk in self.prefill), *self.decode)
+        return (*(chunk.request for chunk in self.prefill), *(row.request for row in self.decode))
+
+    @property
+    def unowned_checkpoints(self) -> list[Checkpoint]:
+        """Those whose slots are neither the tree's nor a request's until the step is applied."""
+        in_prefill = [checkpoint for chunk in self.prefill for checkpoint in chunk.checkpoints]
+        in_decode = [row.checkpoint for row in self.decode if row.checkpoint is not None]
+        return in_prefill + [checkpoint for checkpoint in in_decode if checkpoint.origin != "track"]
 
 
 class Scheduler:
@@ -81,7 +98,7 @@ class Scheduler:
         """Ends a request in any status, leaving what it computed in the tree."""
         self._remove(request)
         if request.residence is not None:
-            self.residency.donate(request, "final")
+            self.residency.donate(request, "hint" if request.is_prefill_only else "final")
         request.status = RequestStatus.FINISHED
 
     def drop(self, request: Request) -> None:
@@ -105,14 +122,12 @@ class Scheduler:
         No state of theirs is kept, since it may be half written. If there were several, each runs alone until it is
         past the token at which this step failed.
         """
-        for chunk in step.prefill:
-            if chunk.checkpoint is not None:
-                self.residency.supply.release_states([chunk.checkpoint.state_slot])
+        self.residency.supply.release_states(checkpoint.state_slot for checkpoint in step.unowned_checkpoints)
         if len(step.requests) > 1:
             for chunk in step.prefill:
                 chunk.request.alone_until = chunk.stop
-            for request in step.decode:
-                request.alone_until = request.num_tokens
+            for row in step.decode:
+                row.request.alone_until = row.request.num_tokens
             self._suspects = list(dict.fromkeys((*self._suspects, *step.requests)))
         admitted = (admission.request for admission in step.admissions)
         for request in dict.fromkeys((*step.requests, *admitted)):
@@ -133,7 +148,7 @@ class Scheduler:
         admissions = self._admit(waiting)
         chosen = dict.fromkeys((*candidates, *(admission.request for admission in admissions)))
         resident = sorted((r for r in chosen if r.residence is not None), key=lambda r: r.order)
-        decode = tuple(request for request in resident if request.num_uncomputed_tokens == 1)
+        decode = tuple(self._decode_row(request) for request in resident if request.num_uncomputed_tokens == 1)
         prefilling = [request for request in resident if request.num_uncomputed_tokens > 1]
         shares = share_budget(self.max_num_batched_tokens, [r.num_uncomputed_tokens for r in prefilling])
         prefill = tuple(
@@ -163,7 +178,7 @@ class Scheduler:
         admissions: list[Admission] = []
         for request in waiting:
             if self._waits_for_leader(request):
-                continue
+                continue  # those behind it may pass: it waits by choice, not for room
             num_prefilling = sum(r.num_uncomputed_tokens > 1 for r in self.running)
             if len(self.running) == self.max_num_seqs or num_prefilling >= self.max_num_batched_tokens:
                 break
@@ -179,22 +194,46 @@ class Scheduler:
         return tuple(admissions)
 
     def _waits_for_leader(self, request: Request) -> bool:
-        """Another sample of a prompt waits until the first has left the tail checkpoint that it will resume from."""
-        leader = request.leader
-        return (
-            leader is not None
-            and self.residency.enabled
-            and leader.status is not RequestStatus.FINISHED
-            and leader.num_computed_tokens < leader.tail_position
+        """Whether another request is computing what this one would; asks that one for a checkpoint there."""
+        if still_follows(request):
+            return True
+        request.following = None
+        must_compute_all = len(request.matchable_tokens) < request.num_tokens
+        prefilling = [other for other in self.running if other.num_uncomputed_tokens > 1]
+        if not self.residency.enabled or request.runs_alone or must_compute_all or not prefilling:
+            return False
+        request.following = find_leader(
+            request,
+            prefilling,
+            state_length=self.residency.match(request).state_length,
+            min_saving=self.residency.policy.min_saving,
         )
+        if request.following is None:
+            return False
+        request.following.leader.due_checkpoints.setdefault(request.following.length, "junction")
+        return True
 
     def _cut_chunk(self, request: Request, num_tokens: int) -> PrefillChunk:
         start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
-        checkpoint = None
-        if self.residency.enabled and start < request.tail_position <= stop:
-            slot = self.residency.take_checkpoint_slot()
-            checkpoint = None if slot is None else Checkpoint(request.tail_position, slot, "tail")
-        return PrefillChunk(request, start, stop, checkpoint)
+        checkpoints: list[Checkpoint] = []
+        for length, origin in due_in_span(request.due_checkpoints, start, stop):
+            slot = self.residency.take_checkpoint_slot(origin)
+            if slot is not None:
+                checkpoints.append(Checkpoint(length, slot, origin))
+        return PrefillChunk(request, start, stop, tuple(sorted(checkpoints, key=lambda c: c.length)))
+
+    def _decode_row(self, request: Request) -> DecodeRow:
+        length = request.num_tokens
+        origin = None
+        if self.residency.enabled:
+            origin = due_after_decode(
+                self.residency.policy, request.due_checkpoints, prompt_len=request.tokens.prompt_len, length=length
+            )
+        if origin is None:
+            return DecodeRow(request, None)
+        residency = self.residency
+        slot = residency.next_track_slot(request) if origin == "track" else residency.take_checkpoint_slot(origin)
+        return DecodeRow(request, None if slot is None else Checkpoint(length, slot, origin))
 
     def _remove(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:

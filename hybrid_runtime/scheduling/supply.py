@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid_runtime.cache.ghosts import GhostIndex
+from hybrid_runtime.cache.node import Node
 from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.results import FreedSlots
 from hybrid_runtime.errors import PoolExhausted
@@ -20,6 +22,8 @@ class SlotSupply:
         self.kv = kv
         self.states = states
         self.cache = cache
+        self.cache.on_evict = self._note_eviction
+        self.ghosts = GhostIndex()
         self.num_evicted_tokens = 0
         self.num_evicted_states = 0
 
@@ -28,6 +32,12 @@ class SlotSupply:
         self.kv = SlotAllocator(self.kv.num_slots)
         self.states = SlotAllocator(self.states.num_slots)
         self.cache = self.cache.emptied()
+        self.ghosts.clear()
+
+    def reset_cache(self) -> None:
+        """Empties the cache. Raises ValueError, and changes nothing, while any lock is held."""
+        self.release(self.cache.reset())
+        self.ghosts.clear()
 
     def can_supply(self, num_kv: int, num_states: int) -> bool:
         """Whether that many slots are free or evictable, in both pools at once. Evicts nothing; O(1)."""
@@ -68,6 +78,9 @@ class SlotSupply:
                 f"{self.states.num_free}, evictable: {self.cache.num_evictable_kv} and "
                 f"{self.cache.num_evictable_states}"
             )
+
+    def _note_eviction(self, node: Node) -> None:
+        self.ghosts.remember(self.cache.path_tokens(node))
 
     def _count_evicted(self, freed: FreedSlots) -> None:
         self.num_evicted_tokens += len(freed.kv_slots)

@@ -14,7 +14,7 @@ from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.runner import ForwardResult, SampledToken
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.residency import Admission
-from hybrid_runtime.scheduling.scheduler import PrefillChunk
+from hybrid_runtime.scheduling.scheduler import DecodeRow, PrefillChunk
 
 POISON = "nobody's"
 NUM_TOKENS = 3
@@ -71,17 +71,22 @@ class HashingRunner:
         self._start_forward([chunk.request for chunk in chunks])
         for chunk in chunks:
             self._compute(chunk.request, chunk.start, chunk.stop)
-            if chunk.checkpoint is not None:
-                tokens = chunk.request.tokens[: chunk.checkpoint.length]
-                self.states[chunk.checkpoint.state_slot] = content(tokens)
-        return self._result([chunk.request for chunk in chunks], [chunk.request for chunk in chunks if chunk.is_last])
+            for checkpoint in chunk.checkpoints:
+                assert chunk.start < checkpoint.length <= chunk.stop
+                self.states[checkpoint.state_slot] = content(chunk.request.tokens[: checkpoint.length])
+        sampled = [chunk.request for chunk in chunks if chunk.is_last and not chunk.request.is_prefill_only]
+        return self._result([chunk.request for chunk in chunks], sampled)
 
-    def decode(self, requests: Sequence[Request]) -> ForwardResult:
+    def decode(self, rows: Sequence[DecodeRow]) -> ForwardResult:
+        requests = [row.request for row in rows]
         self._start_forward(requests)
-        for request in requests:
-            assert request.num_uncomputed_tokens == 1
-            self._compute(request, request.num_computed_tokens, request.num_tokens)
-        return self._result(requests, requests)
+        for row in rows:
+            assert row.request.num_uncomputed_tokens == 1
+            self._compute(row.request, row.request.num_computed_tokens, row.request.num_tokens)
+            if row.checkpoint is not None:
+                assert row.checkpoint.length == row.request.num_tokens
+                self.states[row.checkpoint.state_slot] = self.states[row.request.resident.working_slot]
+        return self._result(requests, [request for request in requests if not request.is_prefill_only])
 
     def _start_forward(self, requests: Sequence[Request]) -> None:
         assert len({id(request) for request in requests}) == len(requests)

@@ -89,5 +89,5 @@ def test_smallest_pools(kind: str) -> None:
     with runtime_of(kind, num_kv_slots=32, num_state_slots=1, max_model_len=32) as rt:
         for _ in range(2):
             assert tokens_of(rt.generate(prompts, [greedy(12), greedy(20), greedy(7)])) == expected
-        assert rt.stats().cache.num_skipped_checkpoints > 0
+        assert rt.stats().cache.num_skipped_checkpoints["tail"] > 0
         assert_idle(rt)
