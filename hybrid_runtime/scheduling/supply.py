@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ class SlotSupply:
         self.states = states
         self.cache = cache
         self.cache.on_evict = self._note_eviction
+        self.on_evict: Callable[[Node], None] | None = None  # as a cache's: a second tier that keeps what goes
         self.ghosts = GhostIndex()
         self.num_evicted_tokens = 0
         self.num_evicted_states = 0
@@ -81,6 +82,8 @@ class SlotSupply:
 
     def _note_eviction(self, node: Node) -> None:
         self.ghosts.remember(self.cache.path_tokens(node))
+        if self.on_evict is not None:
+            self.on_evict(node)
 
     def _count_evicted(self, freed: FreedSlots) -> None:
         self.num_evicted_tokens += len(freed.kv_slots)

@@ -1,0 +1,268 @@
+"""A second tier of the prefix cache: what the device's pools evict goes to host slots, and comes back on a match.
+
+The host's content is a radix cache of its own over slots of its own, so that all invariants of the one are those of the
+other. A checkpoint is there with the KV of its whole path, whatever of that the device still has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from hybrid_runtime.cache.node import Node, TokenArray
+from hybrid_runtime.cache.radix_cache import RadixCache
+from hybrid_runtime.cache.results import Checkpoint
+from hybrid_runtime.cache.tree import Walk
+from hybrid_runtime.memory.slots import SlotArray, StateSlot, no_slots
+from hybrid_runtime.scheduling.supply import SlotSupply
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class SlotCopy:
+    """Contents that go from one tier to the other: KV slot `kv_sources[i]` to `kv_destinations[i]`, and one state."""
+
+    kv_sources: SlotArray
+    kv_destinations: SlotArray
+    state_source: StateSlot
+    state_destination: StateSlot
+
+
+class HostStore(Protocol):
+    """Holds the contents of the host's slots. Both methods raise OSError where they fail; the slots that they would
+    have written hold nothing then.
+    """
+
+    def save(self, copy: SlotCopy) -> None:
+        """Copies from slots of the device to slots of the host."""
+
+    def restore(self, copy: SlotCopy) -> None:
+        """Copies from slots of the host to slots of the device."""
+
+
+@dataclass
+class HostTierCounts:
+    """What went to the host and came back since the start."""
+
+    num_saved_checkpoints: int = 0
+    num_saved_tokens: int = 0  # whose KV was copied; what the host had of a path is not copied again
+    num_skipped_checkpoints: int = 0  # evicted, but too large for the host
+    num_restored_checkpoints: int = 0
+    num_restored_tokens: int = 0  # whose KV was copied back
+    num_failures: int = 0  # copies that the operating system refused
+
+
+class HostTier:
+    """Saves what `device` evicts into `host`, and brings it back when a request could resume from it.
+
+    Both tiers may hold the same checkpoint: what came back and is evicted again costs no second copy.
+    """
+
+    def __init__(self, device: SlotSupply, host: SlotSupply, store: HostStore, *, min_saving: int = 1) -> None:
+        """Subscribes to the evictions of `device`. `min_saving`: tokens that bringing a checkpoint back must save."""
+        self.host = host
+        self.counts = HostTierCounts()
+        self._device = device
+        self._store = store
+        self._min_saving = max(1, min_saving)
+        device.on_evict = self.save
+
+    def save(self, node: Node) -> None:
+        """Keeps the checkpoint at a node that `device` is about to evict, at the cost of the host's own least valuable.
+
+        Leaves the device's tree and slots as they are.
+        """
+        tokens = self._device.cache.path_tokens(node)
+        held = _checkpoint_at_end(self.host.cache, tokens)
+        if held is not None:
+            with _locked(self.host, held):
+                pass  # a use: the device had it for as long as it was of use there
+            return
+        try:
+            num_tokens = self._move(self._device, node, self.host, self._store.save, hold=nullcontext())
+        except OSError as error:
+            self._note_failure("saving", error)
+            return
+        if num_tokens is None:
+            self.counts.num_skipped_checkpoints += 1
+            return
+        self.counts.num_saved_checkpoints += 1
+        self.counts.num_saved_tokens += num_tokens
+
+    def restore(self, tokens: TokenArray, *, num_kv: int) -> None:
+        """Brings back what a request would match with `tokens`, if the device has nothing nearly as deep.
+
+        `num_kv`: KV slots that the request needs in all, those that it will share included. Nothing is evicted and
+        nothing comes back unless the device can give all these and a working slot afterwards. A store that cannot be
+        read any more is emptied.
+        """
+        match = self.host.cache.match(tokens)
+        if match.state_length < self._device.cache.match(tokens).state_length + self._min_saving:
+            return
+        try:
+            num_tokens = self._move(
+                self.host,
+                match.node,
+                self._device,
+                self._store.restore,
+                hold=_locked(self.host, match.node),
+                spare_kv=num_kv - match.state_length,
+                spare_states=1,
+            )
+        except OSError as error:
+            self._note_failure("bringing back", error)
+            self.host.reset_cache()
+            return
+        if num_tokens is not None:
+            self.counts.num_restored_checkpoints += 1
+            self.counts.num_restored_tokens += num_tokens
+
+    def reachable_length(self, tokens: TokenArray) -> int:
+        """Tokens that a request with `tokens` could skip, if there is room for them. Read-only."""
+        device_length = self._device.cache.match(tokens).state_length
+        host_length = self.host.cache.match(tokens).state_length
+        return host_length if host_length >= device_length + self._min_saving else device_length
+
+    def start_over(self) -> None:
+        """Declares the host empty, whoever owned what."""
+        self.host.start_over()
+
+    def reset(self) -> None:
+        """Empties the host."""
+        self.host.reset_cache()
+
+    def check(self) -> None:
+        """Asserts that the host's tree is sound and unlocked, and each slot either free or in it.
+
+        Valid between operations. O(slots + tokens in the tree); raises AssertionError.
+        """
+        cache = self.host.cache
+        cache.check()
+        assert cache.num_protected_kv == cache.num_protected_states == 0, "a lock of the host's tree was left"
+        for name, allocator, owned in (
+            ("KV", self.host.kv, cache.owned_kv_slots()),
+            ("state", self.host.states, cache.owned_state_slots()),
+        ):
+            slots = np.sort(np.concatenate([allocator.free_slots(), owned]))
+            assert np.array_equal(slots, np.arange(1, allocator.num_slots + 1)), (
+                f"{name} slots of the host are not each owned once: {allocator.num_free} free + {len(owned)} in the "
+                f"tree, {allocator.num_slots} in all"
+            )
+
+    def _move(
+        self,
+        source: SlotSupply,
+        node: Node,
+        destination: SlotSupply,
+        copy: Callable[[SlotCopy], None],
+        *,
+        hold: AbstractContextManager[None],
+        spare_kv: int = 0,
+        spare_states: int = 0,
+    ) -> int | None:
+        """Copies the checkpoint at `node` into the other tier's tree, which must not have a state there.
+
+        Returns the number of tokens whose KV had to be copied; None, with nothing changed, if `destination` cannot
+        give the slots and `spare_kv` and `spare_states` more. `hold` keeps the source while the destination evicts,
+        since what a device evicts goes to the host. Raises what `copy` raises; what was evicted for it is gone then.
+        """
+        tokens = source.cache.path_tokens(node)
+        receipt = destination.cache.lock_kv(_deepest_whole_node(destination.cache, tokens))
+        try:
+            num_missing = len(tokens) - receipt.node.length
+            if not destination.can_supply(num_missing + spare_kv, 1 + spare_states):
+                return None
+            with hold:
+                return self._copy(source, node, tokens, destination, copy)
+        finally:
+            destination.release(destination.cache.unlock(receipt))
+
+    def _copy(
+        self,
+        source: SlotSupply,
+        node: Node,
+        tokens: TokenArray,
+        destination: SlotSupply,
+        copy: Callable[[SlotCopy], None],
+    ) -> int:
+        assert node.state_slot is not None
+        assert node.origin is not None
+        state_slot = StateSlot(int(destination.take_states(1)[0]))
+        walk, kv_slots = _take_missing(destination, tokens)
+        try:
+            # Looked up only now: what the destination has just evicted may have split the source's path.
+            kv_sources = source.cache.path_kv_slots(node)[walk.length :]
+            copy(SlotCopy(kv_sources, kv_slots, node.state_slot, state_slot))
+        except OSError:
+            destination.release_kv(kv_slots)
+            destination.release_states([state_slot])
+            raise
+        result = destination.cache.insert(
+            tokens,
+            np.concatenate([walk.kv_slots(walk.length), kv_slots]),
+            [Checkpoint(len(tokens), state_slot, node.origin)],
+            protected_length=walk.length,
+        )
+        assert result.num_attached == 1, "the state that was copied was there already"
+        return len(kv_slots)
+
+    def _note_failure(self, action: str, error: OSError) -> None:
+        self.counts.num_failures += 1
+        if self.counts.num_failures == 1:
+            _LOGGER.error("%s a cached prefix failed; requests go on without it", action, exc_info=error)
+
+
+def follow(cache: RadixCache, tokens: TokenArray) -> Walk:
+    """All that `cache` has of a token sequence, its last token and KV beyond the deepest state included. Read-only."""
+    nodes: list[Node] = []
+    node, length = cache.root, 0
+    while length == node.length and length < len(tokens):
+        child = node.children.get(int(tokens[length]))
+        if child is None:
+            break
+        length += child.shared_length(tokens[length:])
+        nodes.append(child)
+        node = child
+    return Walk(nodes, length)
+
+
+def _checkpoint_at_end(cache: RadixCache, tokens: TokenArray) -> Node | None:
+    """The node of the state after exactly `tokens`, if there is one."""
+    walk = follow(cache, tokens)
+    if walk.length < len(tokens) or walk.nodes[-1].length > walk.length or walk.nodes[-1].state_slot is None:
+        return None
+    return walk.nodes[-1]
+
+
+def _deepest_whole_node(cache: RadixCache, tokens: TokenArray) -> Node:
+    """The deepest node that ends on the path of `tokens`; the root if none does."""
+    walk = follow(cache, tokens)
+    return next((node for node in reversed(walk.nodes) if node.length <= walk.length), cache.root)
+
+
+def _take_missing(supply: SlotSupply, tokens: TokenArray) -> tuple[Walk, SlotArray]:
+    """What the tree has of `tokens`, and KV slots for the others, in ascending order.
+
+    Taking slots may evict from the very end of the path that is to be kept, hence more than one round.
+    """
+    kv_slots = no_slots()
+    while (walk := follow(supply.cache, tokens)).length + len(kv_slots) < len(tokens):
+        taken = supply.take_kv(len(tokens) - walk.length - len(kv_slots))
+        kv_slots = np.concatenate([kv_slots, taken])
+    return walk, np.sort(kv_slots)  # long runs of neighbours are copied as one
+
+
+@contextmanager
+def _locked(supply: SlotSupply, node: Node) -> Iterator[None]:
+    """Keeps a checkpoint and its path from eviction; counts as a use of it."""
+    receipt = supply.cache.lock(node)
+    try:
+        yield
+    finally:
+        supply.release(supply.cache.unlock(receipt))
