@@ -24,9 +24,8 @@ class Node:
     """
 
     __slots__ = (
-        "_key_bytes",
         "children",
-        "key",
+        "key_bytes",
         "kv_lock",
         "kv_slots",
         "last_used",
@@ -52,23 +51,25 @@ class Node:
         self.last_used = 0.0
 
     def set_edge(self, key: TokenArray, kv_slots: SlotArray) -> None:
-        self._key_bytes = key.tobytes()
-        self.key: TokenArray = np.frombuffer(self._key_bytes, dtype=np.int32)
+        self.key_bytes = key.tobytes()
         self.kv_slots: SlotArray = kv_slots.copy()
+
+    @property
+    def key(self) -> TokenArray:
+        """The edge's tokens, int32, read-only."""
+        return np.frombuffer(self.key_bytes, dtype=np.int32)
 
     @property
     def start(self) -> int:
         """Number of tokens before this node's key."""
-        return self.length - len(self.key)
+        return self.length - len(self.kv_slots)
 
     def shared_length(self, tokens: TokenArray) -> int:
         """How many leading tokens `key` and `tokens` have in common. O(len(key)) bytes compared."""
-        window = tokens[: len(self.key)]
-        if window.tobytes() == self._key_bytes:
-            return len(self.key)
-        differs = self.key[: len(window)] != window
-        first = int(differs.argmax()) if len(window) else 0
-        return first if len(window) and differs[first] else len(window)
+        window = tokens[: len(self.kv_slots)]
+        if self.key_bytes.startswith(window.tobytes()):
+            return len(window)
+        return int((self.key[: len(window)] != window).argmax())
 
     def __repr__(self) -> str:
         return (

@@ -124,18 +124,18 @@ class RadixCache:
         own_kv_slots = walk.kv_slots(walk.length)
         require_disjoint(walk, own_kv_slots, kv_slots, checkpoints, min(protected_length, kv_length))
 
-        node = self._tree.root
+        checkpoints = sorted(checkpoints, key=lambda checkpoint: checkpoint.length)
+        nodes = self._tree.extend(walk, tokens, kv_slots, [checkpoint.length for checkpoint in checkpoints])
         duplicates: list[int] = []
-        for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.length):
-            node = self._tree.extend(node, tokens, kv_slots, checkpoint.length)
+        for node, checkpoint in zip(nodes, checkpoints, strict=True):
             if node.state_slot is None:
                 self._tree.attach_state(node, checkpoint.state_slot, checkpoint.origin)
             else:
                 self._tree.touch_state(node)
                 duplicates.append(checkpoint.state_slot)
-        self._tree.touch_path(node)
+        self._tree.use_path(nodes[-1])
         return InsertResult(
-            node=node,
+            node=nodes[-1],
             kv_length=kv_length,
             kv_slots=np.concatenate([own_kv_slots, kv_slots[walk.length :]]),
             duplicate_kv_slots=kv_slots[protected_length : walk.length].copy(),
@@ -225,7 +225,8 @@ class RadixCache:
 
     def path_tokens(self, node: Node) -> TokenArray:
         """Tokens from the root to `node`, int32 `[node.length]`, a copy. Raises `ValueError` if it left the tree."""
-        return join_slots([each.key for each in self._tree.path(node)])
+        keys = bytearray().join([each.key_bytes for each in self._tree.path(node)])
+        return np.frombuffer(keys, dtype=np.int32)
 
     def path_kv_slots(self, node: Node) -> SlotArray:
         """KV slots of those tokens, int32 `[node.length]`, a copy. Raises `ValueError` if `node` left the tree."""

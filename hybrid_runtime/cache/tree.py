@@ -5,7 +5,7 @@ Each method keeps its own bookkeeping right; which of them make up an operation 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
@@ -15,6 +15,8 @@ from hybrid_runtime.cache.eviction import make_orders
 from hybrid_runtime.cache.node import Node, TokenArray
 from hybrid_runtime.cache.results import SlotCollector, join_slots
 from hybrid_runtime.memory.slots import SlotArray, StateSlot, no_slots
+
+_TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +28,14 @@ class Walk:
 
     def kv_slots(self, length: int) -> SlotArray:
         """The tree's slots of the first `length <= self.length` tokens, int32 `[length]`, a copy."""
-        return join_slots([node.kv_slots for node in self.nodes if node.start < length])[:length]
+        parts: list[SlotArray] = []
+        covered = 0
+        for node in self.nodes:
+            if covered >= length:
+                break
+            parts.append(node.kv_slots)
+            covered = node.length
+        return join_slots(parts)[:length]
 
 
 class RadixTree:
@@ -40,6 +49,7 @@ class RadixTree:
         self.num_evictable_kv = 0
         self.num_state_slots = 0
         self.num_evictable_states = 0
+        self._new_nodes: set[Node] = set()
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the root, parents before children."""
@@ -65,39 +75,45 @@ class RadixTree:
         return nodes
 
     def walk(self, tokens: TokenArray) -> Walk:
-        """Follows `tokens` as far as the keys agree. Read-only."""
+        """Follows `tokens` as far as the keys agree. Read-only; each byte of them is copied and compared about once."""
+        data = tokens.tobytes()
         nodes: list[Node] = []
-        node, length = self.root, 0
-        while length == node.length and length < len(tokens):
-            child = node.children.get(int(tokens[length]))
-            if child is None:
-                break
-            length += child.shared_length(tokens[length:])
+        children, length, num_tokens = self.root.children, 0, len(tokens)
+        while length < num_tokens and (child := children.get(tokens.item(length))) is not None:
             nodes.append(child)
-            node = child
+            if not data.startswith(child.key_bytes, length * _TOKEN_BYTES):
+                return Walk(nodes, length + child.shared_length(tokens[length:]))
+            children, length = child.children, child.length
         return Walk(nodes, length)
 
-    def extend(self, node: Node, tokens: TokenArray, kv_slots: SlotArray, end: int) -> Node:
-        """The node that ends at exactly `tokens[:end]`, below `node` (or itself), made by splitting or appending.
+    def extend(self, walk: Walk, tokens: TokenArray, kv_slots: SlotArray, ends: Sequence[int]) -> list[Node]:
+        """The nodes that end at exactly `tokens[:end]` for each of the rising `ends`, made by splitting or appending.
 
-        Of `kv_slots` (one per token) only those of tokens that are not in the tree yet are taken.
+        `walk` is the tree's for at least these tokens. Of `kv_slots` (one per token) only those of tokens that are not
+        in the tree yet are taken. New nodes enter no order before `use_path`.
         """
-        while node.length < end:
-            child = node.children.get(int(tokens[node.length]))
-            if child is None:
-                return self._append(node, tokens[node.length : end], kv_slots[node.length : end])
-            shared = child.shared_length(tokens[node.length : end])
-            node = child if shared == len(child.key) else self._split(child, shared)
-        return node
+        found: list[Node] = []
+        node, following = self.root, iter(walk.nodes)
+        child = next(following, None)
+        for end in ends:
+            while node.length < end:
+                if child is None or node.length == walk.length:
+                    child = None
+                    node = self._append(node, tokens[node.length : end], kv_slots[node.length : end])
+                elif child.length <= min(end, walk.length):
+                    node, child = child, next(following, None)
+                else:
+                    node = self._split(child, min(end, walk.length) - node.length)
+            found.append(node)
+        return found
 
     def _append(self, parent: Node, key: TokenArray, kv_slots: SlotArray) -> Node:
         node = Node(parent, key, kv_slots)
-        parent.children[int(key[0])] = node
+        parent.children[key.item(0)] = node
         self.num_nodes += 1
         self.num_kv_slots += len(key)
         self.num_evictable_kv += len(key)
-        node.last_used = monotonic()
-        self.kv_order.add(node)
+        self._new_nodes.add(node)
         return node
 
     def _split(self, lower: Node, at: int) -> Node:
@@ -106,42 +122,42 @@ class RadixTree:
         The lower node keeps its identity, state, receipts and recency. Every KV lock on it runs through the upper
         node too, which therefore starts with the same count.
         """
-        parent = lower.parent
+        parent, key, kv_slots = lower.parent, lower.key, lower.kv_slots
         assert parent is not None
-        assert 0 < at < len(lower.key)
-        upper = Node(parent, lower.key[:at], lower.kv_slots[:at])
+        assert 0 < at < len(key)
+        upper = Node(parent, key[:at], kv_slots[:at])
         upper.kv_lock = lower.kv_lock
-        upper.last_used = lower.last_used
-        parent.children[int(upper.key[0])] = upper
-        lower.set_edge(lower.key[at:], lower.kv_slots[at:])
+        parent.children[key.item(0)] = upper
+        lower.set_edge(key[at:], kv_slots[at:])
         lower.parent = upper
-        upper.children[int(lower.key[0])] = lower
+        upper.children[key.item(at)] = lower
         self.num_nodes += 1
-        if upper.kv_lock == 0:
-            self.kv_order.add(upper)
+        self._new_nodes.add(upper)
         return upper
 
-    def touch_path(self, node: Node) -> None:
-        """Makes the KV of `node` and its ancestors the most recently used."""
+    def use_path(self, node: Node) -> None:
+        """Makes the KV of `node` and its ancestors the most recently used, among them all nodes that are new."""
         now = monotonic()
         while node.parent is not None:
             node.last_used = now
             if node.kv_lock == 0:
-                self.kv_order.touch(node)
+                if node in self._new_nodes:
+                    self.kv_order.add(node)
+                else:
+                    self.kv_order.touch(node)
             node = node.parent
+        self._new_nodes.clear()
 
     def attach_state(self, node: Node, state_slot: StateSlot, origin: str) -> None:
         assert node is not self.root
         assert node.state_slot is None
         node.state_slot = state_slot
         node.origin = origin
-        node.last_used = monotonic()
         self.num_state_slots += 1
         self.num_evictable_states += 1
         self.state_order.add(node)
 
     def touch_state(self, node: Node) -> None:
-        node.last_used = monotonic()
         if node.state_lock == 0:
             self.state_order.touch(node)
 
@@ -177,7 +193,7 @@ class RadixTree:
             node.last_used = now
             if node.kv_lock == 0:
                 self.kv_order.remove(node)
-                self.num_evictable_kv -= len(node.key)
+                self.num_evictable_kv -= len(node.kv_slots)
             node.kv_lock += 1
             node = node.parent
         node.kv_lock += 1
@@ -190,7 +206,7 @@ class RadixTree:
             node.kv_lock -= 1
             if node.kv_lock == 0:
                 self.kv_order.add(node)
-                self.num_evictable_kv += len(node.key)
+                self.num_evictable_kv += len(node.kv_slots)
             node = node.parent
         node.kv_lock -= 1
 
@@ -212,8 +228,8 @@ class RadixTree:
             collector.add_kv(node.kv_slots)
             self.kv_order.remove(node)
             self.num_nodes -= 1
-            self.num_kv_slots -= len(node.key)
-            self.num_evictable_kv -= len(node.key)
+            self.num_kv_slots -= len(node.kv_slots)
+            self.num_evictable_kv -= len(node.kv_slots)
             node = parent
         if node is not first and node.parent is not None and not node.children and node.kv_lock == 0:
             self.kv_order.became_leaf(node)

@@ -11,9 +11,11 @@ from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.cache.tree import Walk
 from hybrid_runtime.memory.slots import SlotArray
 
+_INT32 = np.dtype(np.int32)
+
 
 def require_int32_vector(name: str, array: np.ndarray) -> None:
-    if array.dtype != np.int32 or array.ndim != 1:
+    if array.dtype != _INT32 or array.ndim != 1:
         raise ValueError(f"{name} must be an int32 vector, got {array.dtype} of shape {array.shape}")
 
 
@@ -28,20 +30,24 @@ def deepest_length(
     """Length of the deepest checkpoint (0 if there is none) of an insert whose arguments fit together."""
     require_int32_vector("tokens", tokens)
     require_int32_vector("kv_slots", kv_slots)
-    kv_length = max((checkpoint.length for checkpoint in checkpoints), default=0)
+    num_tokens = len(tokens)
+    kv_length = 0
     for checkpoint in checkpoints:
-        if not 1 <= checkpoint.length <= len(tokens):
-            raise ValueError(f"checkpoint length {checkpoint.length} outside 1..{len(tokens)} tokens")
+        if not 1 <= checkpoint.length <= num_tokens:
+            raise ValueError(f"checkpoint length {checkpoint.length} outside 1..{num_tokens} tokens")
         if checkpoint.state_slot < 1:
             raise ValueError(f"{checkpoint} has no state slot")
+        kv_length = max(kv_length, checkpoint.length)
     if len({checkpoint.state_slot for checkpoint in checkpoints}) < len(checkpoints):
         raise ValueError(f"one state slot in several checkpoints: {list(checkpoints)}")
     if kv_length > len(kv_slots):
         raise ValueError(f"{len(kv_slots)} KV slots do not reach the checkpoint at length {kv_length}")
-    if not (kv_slots[:kv_length] > 0).all():
+    if not 0 <= protected_length <= num_tokens:
+        raise ValueError(f"protected_length {protected_length} outside 0..{num_tokens} tokens")
+    # Those below are compared with the tree's own, which are none of them null.
+    own = kv_slots[protected_length:kv_length]
+    if len(own) and own.min() < 1:
         raise ValueError(f"a null slot among the KV slots of the first {kv_length} tokens")
-    if not 0 <= protected_length <= len(tokens):
-        raise ValueError(f"protected_length {protected_length} outside 0..{len(tokens)} tokens")
     return kv_length
 
 
@@ -54,12 +60,12 @@ def require_disjoint(
     """
     if protected_length > walk.length:
         raise ValueError(f"{protected_length} tokens are protected, but only {walk.length} are in the tree")
-    same = own_kv_slots == kv_slots[: walk.length]
-    if not same[:protected_length].all():
+    if own_kv_slots[:protected_length].tobytes() != kv_slots[:protected_length].tobytes():
         raise ValueError(f"the KV slots of the first {protected_length} tokens are not the tree's own")
-    if same[protected_length:].any():
+    duplicates = kv_slots[protected_length : walk.length]
+    if len(duplicates) and (own_kv_slots[protected_length:] == duplicates).any():
         raise ValueError(f"KV slots past the first {protected_length} tokens are the tree's own: protect them")
-    own_states = {node.length: node.state_slot for node in walk.nodes}
-    for checkpoint in checkpoints:
-        if own_states.get(checkpoint.length) == checkpoint.state_slot:
-            raise ValueError(f"{checkpoint} is in the tree already")
+    given = {(checkpoint.length, checkpoint.state_slot) for checkpoint in checkpoints}
+    for node in walk.nodes:
+        if (node.length, node.state_slot) in given:
+            raise ValueError(f"the checkpoint at length {node.length} is in the tree already: {node}")
