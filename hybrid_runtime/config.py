@@ -47,6 +47,8 @@ class RuntimeConfig:
     memory_bytes: int | None = None  # of both pools together; None: a share of the free memory
     enable_prefix_cache: bool = True
     eviction: str = "lru"  # one of EVICTION_POLICIES
+    host_cache_bytes: int = 0  # of host memory, for what the pools evict
+    host_cache_path: str | None = None  # a file to make, CPU only: these bytes are on disk, not in memory
     checkpoint_interval: int | None = None  # tokens between checkpoints inside a prompt; None: off
     track_interval: int | None = 256  # decoded tokens between periodic checkpoints; None: off
     min_saving: int = 32  # tokens that a checkpoint at a junction, or waiting for another request, must save
@@ -65,7 +67,13 @@ class RuntimeConfig:
         for name in _OPTIONAL_COUNTS:
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), minimum=1)
-        require_int("seed", self.seed, minimum=0, maximum=INT64_MAX)
+        for name in ("seed", "host_cache_bytes"):
+            require_int(name, getattr(self, name), minimum=0, maximum=INT64_MAX)
+        if self.host_cache_path is not None:
+            if not isinstance(self.host_cache_path, str) or not self.host_cache_path:
+                raise invalid("host_cache_path", self.host_cache_path, "must be a non-empty string or None")
+            if not self.host_cache_bytes:
+                raise ValueError(f"host_cache_path={self.host_cache_path!r} needs host_cache_bytes, which is 0")
         for name in ("enable_prefix_cache", "debug_checks"):
             require_bool(name, getattr(self, name))
         normalize_integers(self)

@@ -138,6 +138,21 @@ class CacheStats:
 
 
 @dataclass(frozen=True)
+class HostCacheStats:
+    """What went to the second tier of the prefix cache, in host memory or in a file, and what came back."""
+
+    total_bytes: int
+    used_bytes: int
+    num_checkpoints: int  # now there
+    num_saved_checkpoints: int  # since the start, as all below
+    num_saved_tokens: int  # whose KV was copied; what the tier had of a path already is not copied again
+    num_skipped_checkpoints: int  # evicted, but the tier had no room
+    num_restored_checkpoints: int
+    num_restored_tokens: int  # whose KV was copied back
+    num_failures: int  # reads and writes that the operating system refused
+
+
+@dataclass(frozen=True)
 class SchedulerStats:
     """The queues now, and what was run since the start."""
 
@@ -158,6 +173,7 @@ class RuntimeStats:
     state: PoolStats
     cache: CacheStats
     scheduler: SchedulerStats
+    host_cache: HostCacheStats | None = None  # None: there is no second tier
 
 
 def token_logprobs(

@@ -8,6 +8,7 @@ import torch
 
 from hybrid_runtime.config import RuntimeConfig
 from hybrid_runtime.engine.engine import Engine
+from hybrid_runtime.engine.host_cache import build_host_tier
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.runner import ModelRunner
 from hybrid_runtime.memory.available import available_bytes
@@ -52,7 +53,11 @@ def build_engine(
         device=model.device,
     )
     policy = CheckpointPolicy(config.min_saving, config.checkpoint_interval, config.track_interval)
-    residency = Residency(memory.supply, memory.table, enabled=config.enable_prefix_cache, policy=policy)
+    if config.host_cache_bytes and config.enable_prefix_cache:
+        memory.attach_tier(build_host_tier(config, plan, memory, kv_layers, state_layers))
+    residency = Residency(
+        memory.supply, memory.table, enabled=config.enable_prefix_cache, policy=policy, tier=memory.tier
+    )
     scheduler = Scheduler(
         residency, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )

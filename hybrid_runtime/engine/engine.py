@@ -104,7 +104,7 @@ class Engine:
 
         def work() -> None:
             if not self.scheduler.running:
-                self.memory.supply.reset_cache()
+                self.memory.reset_cache()
 
         self._do("reset_prefix_cache()", work)
         if self.scheduler.running:

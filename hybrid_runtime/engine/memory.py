@@ -11,6 +11,7 @@ from hybrid_runtime.memory.allocator import SlotAllocator
 from hybrid_runtime.memory.plan import MemoryPlan
 from hybrid_runtime.memory.pools import LayerSpec, Pool
 from hybrid_runtime.memory.request_table import RequestTable
+from hybrid_runtime.scheduling.host_tier import HostTier
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.supply import SlotSupply
 
@@ -33,6 +34,7 @@ class EngineMemory:
         self.supply = SlotSupply(
             SlotAllocator(plan.num_kv_slots), SlotAllocator(plan.num_state_slots), RadixCache(eviction)
         )
+        self.tier: HostTier | None = None
         self.table = RequestTable(max_num_seqs, plan.max_model_len)
         # On a CPU the device's table is the host's: nothing to load.
         host_table = torch.from_numpy(self.table.slots)
@@ -44,9 +46,21 @@ class EngineMemory:
     def cache(self) -> RadixCache:
         return self.supply.cache
 
+    def attach_tier(self, tier: HostTier) -> None:
+        """Makes a tier behind the pools, which `supply` evicts to, a part of this memory."""
+        self.tier = tier
+
+    def reset_cache(self) -> None:
+        """Empties the cache and the tier behind it. Raises ValueError while any lock is held."""
+        self.supply.reset_cache()
+        if self.tier is not None:
+            self.tier.reset()
+
     def start_over(self) -> None:
-        """Declares pools, cache and request table empty, whoever owned what."""
+        """Declares pools, cache, the tier behind it and request table empty, whoever owned what."""
         self.supply.start_over()
+        if self.tier is not None:
+            self.tier.start_over()
         self.table.start_over()
 
     def load_table(self) -> None:
@@ -58,6 +72,8 @@ class EngineMemory:
 
     def free(self) -> None:
         """Gives the pools' memory back; nothing can run afterwards."""
+        if self.tier is not None:
+            self.tier.close()
         self.kv_pool.layers = self.state_pool.layers = ()
         self.step_memory = StepMemory((), (), torch.empty(0, 0, dtype=torch.int32))
 
@@ -67,6 +83,8 @@ class EngineMemory:
         Valid between steps. O(slots + tokens in the tree); raises AssertionError.
         """
         self.cache.check()
+        if self.tier is not None:
+            self.tier.check()
         kv_owners = [self.supply.kv.free_slots(), self.cache.owned_kv_slots()]
         state_owners = [self.supply.states.free_slots(), self.cache.owned_state_slots()]
         for request in running:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hybrid_runtime.engine.engine import Engine
 from hybrid_runtime.memory.allocator import SlotAllocator
-from hybrid_runtime.outputs import CacheStats, PoolStats, RuntimeStats, SchedulerStats
+from hybrid_runtime.outputs import CacheStats, HostCacheStats, PoolStats, RuntimeStats, SchedulerStats
+from hybrid_runtime.scheduling.host_tier import HostTier
 
 
 def collect_stats(engine: Engine) -> RuntimeStats:
@@ -38,6 +39,22 @@ def collect_stats(engine: Engine) -> RuntimeStats:
             num_prefill_tokens=engine.num_prefill_tokens,
             num_decode_tokens=engine.num_decode_tokens,
         ),
+        host_cache=None if engine.memory.tier is None else _host_stats(engine.memory.tier),
+    )
+
+
+def _host_stats(tier: HostTier) -> HostCacheStats:
+    counts = tier.counts
+    return HostCacheStats(
+        total_bytes=tier.total_bytes,
+        used_bytes=tier.used_bytes,
+        num_checkpoints=tier.host.cache.num_state_slots,
+        num_saved_checkpoints=counts.num_saved_checkpoints,
+        num_saved_tokens=counts.num_saved_tokens,
+        num_skipped_checkpoints=counts.num_skipped_checkpoints,
+        num_restored_checkpoints=counts.num_restored_checkpoints,
+        num_restored_tokens=counts.num_restored_tokens,
+        num_failures=counts.num_failures,
     )
 
 

@@ -16,10 +16,11 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * CUDA_SHARE)
-    return int(_available_host_bytes() * CPU_SHARE)
+    return int(available_host_bytes() * CPU_SHARE)
 
 
-def _available_host_bytes() -> int:
+def available_host_bytes() -> int:
+    """Bytes of host memory that the system calls available."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():

@@ -45,6 +45,9 @@ class HostStore(Protocol):
     def restore(self, copy: SlotCopy) -> None:
         """Copies from slots of the host to slots of the device."""
 
+    def close(self) -> None:
+        """Gives the memory back. May be called any number of times."""
+
 
 @dataclass
 class HostTierCounts:
@@ -64,14 +67,35 @@ class HostTier:
     Both tiers may hold the same checkpoint: what came back and is evicted again costs no second copy.
     """
 
-    def __init__(self, device: SlotSupply, host: SlotSupply, store: HostStore, *, min_saving: int = 1) -> None:
+    def __init__(
+        self,
+        device: SlotSupply,
+        host: SlotSupply,
+        store: HostStore,
+        *,
+        min_saving: int = 1,
+        kv_slot_bytes: int = 0,
+        state_slot_bytes: int = 0,
+    ) -> None:
         """Subscribes to the evictions of `device`. `min_saving`: tokens that bringing a checkpoint back must save."""
         self.host = host
+        self.kv_slot_bytes = kv_slot_bytes
+        self.state_slot_bytes = state_slot_bytes
         self.counts = HostTierCounts()
         self._device = device
         self._store = store
         self._min_saving = max(1, min_saving)
         device.on_evict = self.save
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all slots; the null slots are not counted."""
+        return self.host.kv.num_slots * self.kv_slot_bytes + self.host.states.num_slots * self.state_slot_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        cache = self.host.cache
+        return cache.num_kv_slots * self.kv_slot_bytes + cache.num_state_slots * self.state_slot_bytes
 
     def save(self, node: Node) -> None:
         """Keeps the checkpoint at a node that `device` is about to evict, at the cost of the host's own least valuable.
@@ -128,6 +152,10 @@ class HostTier:
         device_length = self._device.cache.match(tokens).state_length
         host_length = self.host.cache.match(tokens).state_length
         return host_length if host_length >= device_length + self._min_saving else device_length
+
+    def close(self) -> None:
+        """Gives the store's memory back; nothing can be saved or restored afterwards."""
+        self._store.close()
 
     def start_over(self) -> None:
         """Declares the host empty, whoever owned what."""

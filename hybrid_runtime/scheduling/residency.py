@@ -16,6 +16,7 @@ from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.results import Checkpoint, InsertResult, PrefixMatch
 from hybrid_runtime.memory.request_table import RequestTable
 from hybrid_runtime.memory.slots import StateSlot
+from hybrid_runtime.scheduling.host_tier import HostTier
 from hybrid_runtime.scheduling.placement import CheckpointPolicy, due_in_prompt
 from hybrid_runtime.scheduling.request import PrefixHit, Request, RequestStatus, Residence
 from hybrid_runtime.scheduling.supply import SlotSupply
@@ -57,9 +58,17 @@ class Residency:
     """Moves requests in and out of the pools. With `enabled=False` nothing is looked up and nothing is kept."""
 
     def __init__(
-        self, supply: SlotSupply, table: RequestTable, *, enabled: bool, policy: CheckpointPolicy | None = None
+        self,
+        supply: SlotSupply,
+        table: RequestTable,
+        *,
+        enabled: bool,
+        policy: CheckpointPolicy | None = None,
+        tier: HostTier | None = None,
     ) -> None:
+        """`tier`: keeps what `supply` evicts, if there is one."""
         self.supply = supply
+        self.tier = tier
         self.table = table
         self.enabled = enabled
         self.policy = policy or CheckpointPolicy()
@@ -74,14 +83,22 @@ class Residency:
     def admit(self, request: Request, *, headroom: int) -> Admission | None:
         """Makes a waiting request resident: a row, a working slot, and KV slots for all tokens it has.
 
-        What is matched is locked. Returns None, with nothing changed, where the pools cannot give that and leave
-        `headroom` KV slots free or evictable.
+        What is matched is locked; if a second tier has much more, that is brought back first. Returns None, with
+        nothing changed, where the pools cannot give that and leave `headroom` KV slots free or evictable.
         """
+        if self.tier is not None:
+            self.tier.restore(self._lookup_key(request), num_kv=request.num_tokens + headroom)
         return self._move_in(request, self.match(request), headroom)
 
     def match(self, request: Request) -> PrefixMatch:
         """What the cache has for a request that waits. Read-only."""
         return self.cache.match(self._lookup_key(request))
+
+    def reachable_length(self, request: Request) -> int:
+        """Tokens that a request that waits could skip, if there is room. Read-only."""
+        if self.tier is None:
+            return self.match(request).state_length
+        return self.tier.reachable_length(self._lookup_key(request))
 
     def admit_unmatched(self, request: Request) -> Admission | None:
         """As `admit`, but resumes from nothing, so that what the match would lock can be evicted for the request."""

@@ -205,7 +205,7 @@ class Scheduler:
         request.following = find_leader(
             request,
             prefilling,
-            state_length=self.residency.match(request).state_length,
+            state_length=self.residency.reachable_length(request),
             min_saving=self.residency.policy.min_saving,
         )
         if request.following is None:
