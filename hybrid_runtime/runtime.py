@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -15,13 +14,15 @@ from transformers import PreTrainedModel
 from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.config import RuntimeConfig, invalid, require_int
 from hybrid_runtime.engine.build import build_engine
-from hybrid_runtime.engine.prompts import PromptEncoder, PromptLike, split_prompts
+from hybrid_runtime.engine.intake import RequestIntake
+from hybrid_runtime.engine.prompts import PromptLike
 from hybrid_runtime.engine.request_factory import RequestFactory
 from hybrid_runtime.engine.request_group import Prompt, RequestGroup
 from hybrid_runtime.engine.stats import collect_stats
 from hybrid_runtime.models.loading import load_model
 from hybrid_runtime.outputs import RequestOutput, RuntimeStats
 from hybrid_runtime.sampling_params import SamplingParams
+from hybrid_runtime.text.chat import ChatOptions, Message
 
 
 class HybridRuntime:
@@ -54,16 +55,19 @@ class HybridRuntime:
         self.model = loaded.hybrid_model
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
         self.plan, self._engine = build_engine(self.config, self.model, self.tokenizer)
-        self._encoder = PromptEncoder(
-            self.tokenizer, vocab_size=self.model.spec.vocab_size, max_model_len=self.plan.max_model_len
-        )
-        self._factory = RequestFactory(
+        self._intake = RequestIntake(
             self.tokenizer,
+            RequestFactory(
+                self.tokenizer,
+                max_model_len=self.plan.max_model_len,
+                eos_token_ids=frozenset(loaded.eos_token_ids),
+                seed=self.config.seed,
+            ),
+            vocab_size=self.model.spec.vocab_size,
             max_model_len=self.plan.max_model_len,
-            eos_token_ids=frozenset(loaded.eos_token_ids),
-            seed=self.config.seed,
+            min_saving=self.config.min_saving,
+            is_taken=self._is_known,
         )
-        self._ids = itertools.count()
         self._driven: set[str] = set()  # unfinished requests whose outputs `step()` delivers
         self._undelivered: dict[str, RequestGroup] = {}  # of those, what came up while another call drove the loop
         self._is_closed = False
@@ -87,10 +91,54 @@ class HybridRuntime:
         Raises ValueError for bad input before anything is queued. An interrupt aborts these requests.
         """
         self._require_open()
-        split = split_prompts(prompts)
-        params = _params_per_prompt(sampling_params, len(split), sampling)
-        encoded = [self._check(prompt, each) for prompt, each in zip(split, params, strict=True)]
-        groups = [self._new_group(prompt, each) for prompt, each in zip(encoded, params, strict=True)]
+        groups = self._intake.completions(prompts, sampling_params, sampling)
+        return self._complete(groups, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> list[RequestOutput]:
+        """Answers conversations; returns their outputs in order. Leaves checkpoints where their turns end.
+
+        `messages`: a list of `{"role": ..., "content": ...}`, or a list of such lists. They become text by the
+        tokenizer's chat template, or by `chat_template`; `tools` and `chat_template_kwargs` are passed on to it. The
+        other arguments are those of `generate`. A conversation that goes on resumes at the end of the last answer,
+        another one with the same first turns, say a system message, at the end of these.
+
+        Raises ValueError for bad input, a missing template, or messages that the template refuses.
+        """
+        self._require_open()
+        options = ChatOptions(chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        groups = self._intake.chats(messages, options, sampling_params, sampling)
+        return self._complete(groups, use_tqdm=use_tqdm)
+
+    def warmup(self, prompts: PromptLike | Sequence[PromptLike]) -> None:
+        """Computes prompts and leaves them in the prefix cache; nothing is sampled.
+
+        Afterwards a request whose tokens start with one of them skips all its tokens; one that equals it all but the
+        last, which must run. Where a request's text starts with that of a prompt, the tokens at the seam may be others;
+        then all tokens are skipped that no continuation of the text could have changed.
+
+        Raises ValueError for bad input or without a prefix cache, RuntimeError if a prompt's forward fails.
+        """
+        self._require_open()
+        if not self.config.enable_prefix_cache:
+            raise ValueError("warmup needs enable_prefix_cache=True")
+        for output in self._complete(self._intake.warmups(prompts), use_tqdm=False):
+            if output.outputs[0].finish_reason == "error":
+                raise RuntimeError(f"a warm-up prompt failed: {output.outputs[0].stop_reason}")
+
+    def _complete(self, groups: Sequence[RequestGroup], *, use_tqdm: bool) -> list[RequestOutput]:
+        """Runs requests until all have ended."""
         try:
             for group in groups:
                 self._engine.add(group)
@@ -114,7 +162,7 @@ class HybridRuntime:
         """
         self._require_open()
         params = SamplingParams.from_kwargs(sampling_params, sampling)
-        return self._stream(self._check(prompt, params), params)
+        return self._stream(self._intake.check(prompt, params), params)
 
     # The engine loop, for those who drive it.
 
@@ -139,7 +187,7 @@ class HybridRuntime:
                 raise invalid("request_id", request_id, "must be a non-empty string")
             if self._is_known(request_id):
                 raise ValueError(f"request_id {request_id!r} is in use already")
-        group = self._new_group(self._check(prompt, params), params, request_id, priority)
+        group = self._intake.new_group(self._intake.check(prompt, params), params, request_id, priority)
         self._driven.add(group.request_id)
         try:
             self._engine.add(group)
@@ -215,22 +263,8 @@ class HybridRuntime:
     ) -> None:
         self.close()
 
-    def _check(self, prompt: PromptLike, params: SamplingParams) -> Prompt:
-        """Everything that can be wrong with a request, found before it is queued."""
-        params.validate_for_vocab(self.model.spec.vocab_size)
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError(f"a tokenizer is needed for stop={params.stop_strings!r}: pass tokenizer=")
-        return self._encoder.encode(prompt)
-
-    def _new_group(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
-    ) -> RequestGroup:
-        if request_id is None:
-            request_id = next(name for name in map(str, self._ids) if not self._is_known(name))
-        return self._factory.new_group(request_id, prompt, params, priority)
-
     def _stream(self, prompt: Prompt, params: SamplingParams) -> Generator[RequestOutput, None, None]:
-        group = self._new_group(prompt, params)
+        group = self._intake.new_group(prompt, params)
         try:
             self._require_open()
             self._engine.add(group)
@@ -285,15 +319,3 @@ def _show_progress(bar: tqdm[NoReturn], groups: Sequence[RequestGroup]) -> None:
     num_tokens = sum(completion.num_tokens for group in groups for completion in group.completions)
     bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
     bar.update(sum(group.finished for group in groups) - bar.n)
-
-
-def _params_per_prompt(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int, sampling: dict[str, Any]
-) -> list[SamplingParams]:
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [SamplingParams.from_kwargs(sampling_params, sampling)] * num_prompts
-    if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
-        raise invalid("sampling_params", sampling_params, "must be a SamplingParams, one per prompt, or None")
-    if len(sampling_params) != num_prompts:
-        raise ValueError(f"sampling_params has {len(sampling_params)} entries for {num_prompts} prompts")
-    return [SamplingParams.from_kwargs(each, sampling) for each in sampling_params]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from numbers import Integral, Number
 from typing import Any
@@ -26,6 +28,21 @@ def split_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike
     return [items] if all(isinstance(item, Number) for item in items) else list(items)
 
 
+def read_prompts_file(path: str | os.PathLike[str]) -> list[PromptLike]:
+    """The prompts of a JSON file: a list whose items are strings or lists of token ids.
+
+    Raises OSError where it cannot be read, and ValueError where it holds something else.
+    """
+    with open(path, encoding="utf-8") as file:
+        try:
+            prompts = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)} is no JSON file: {error}") from error
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str | list) for prompt in prompts):
+        raise ValueError(f"{os.fspath(path)} must hold a list of strings or of lists of token ids")
+    return prompts
+
+
 class PromptEncoder:
     """Checks prompts against a model's limits, and encodes those that are text."""
 
@@ -40,18 +57,26 @@ class PromptEncoder:
         Raises ValueError for a prompt that is neither text nor token ids, is empty, names a token outside the
         vocabulary, is text without a tokenizer, or leaves no room for an output token.
         """
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = self._encode_text(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
+        if isinstance(prompt, str):
+            return self._check_length(Prompt(self._encode_text(prompt), prompt))
+        return self._check_length(Prompt(self._check_ids(prompt), None))
+
+    def encode_rendered(self, text: str) -> Prompt:
+        """As `encode`, of a text that a chat template made: it holds all special tokens that it needs."""
+        return self._check_length(Prompt(self._encode_text(text, add_special_tokens=False), text))
+
+    def _check_length(self, prompt: Prompt) -> Prompt:
+        token_ids = prompt.token_ids
         if not token_ids:
-            raise ValueError(f"the prompt is empty: {prompt!r}")
+            raise ValueError(f"the prompt is empty: {token_ids if prompt.text is None else prompt.text!r}")
         if len(token_ids) >= self._max_model_len:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens, but with max_model_len={self._max_model_len} at most "
                 f"{self._max_model_len - 1} leave room for an output token"
             )
-        return Prompt(token_ids, text)
+        return prompt
 
-    def _encode_text(self, text: str) -> tuple[int, ...]:
+    def _encode_text(self, text: str, **options: bool) -> tuple[int, ...]:
         if self._tokenizer is None:
             raise ValueError(
                 f"a tokenizer is needed for the text prompt {_shorten(text)}: pass tokenizer=, or token ids"
@@ -60,7 +85,7 @@ class PromptEncoder:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the text prompt {_shorten(text)} cannot be encoded: {error}") from error
-        return self._check_ids(self._tokenizer(text)["input_ids"])
+        return self._check_ids(self._tokenizer(text, **options)["input_ids"])
 
     def _check_ids(self, prompt: PromptLike) -> tuple[int, ...]:
         items = _as_sequence(prompt)
