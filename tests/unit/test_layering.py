@@ -55,6 +55,7 @@ LAYERS = {
         layers="data slots",
         packages="numpy",
     ),
+    "inspection": layer("inspection", layers="data slots control", packages="numpy rich"),
     "compute": layer("ops", packages="torch einops triton"),
     "capture": layer("graphs", layers="compute", packages="torch"),
     "models": layer(
@@ -64,7 +65,9 @@ LAYERS = {
         packages="torch einops numpy transformers safetensors",
     ),
     "glue": layer(
-        "runtime engine demo training", layers="data slots control compute capture models", packages=ANYTHING
+        "runtime engine demo training",
+        layers="data slots control inspection compute capture models",
+        packages=ANYTHING,
     ),
 }
 
