@@ -11,7 +11,6 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.config import RuntimeConfig, invalid, require_int
 from hybrid_runtime.engine.build import build_engine
 from hybrid_runtime.engine.intake import RequestIntake
@@ -19,6 +18,7 @@ from hybrid_runtime.engine.prompts import PromptLike
 from hybrid_runtime.engine.request_factory import RequestFactory
 from hybrid_runtime.engine.request_group import Prompt, RequestGroup
 from hybrid_runtime.engine.stats import collect_stats
+from hybrid_runtime.inspection.view import PrefixCacheView
 from hybrid_runtime.models.loading import load_model
 from hybrid_runtime.outputs import RequestOutput, RuntimeStats
 from hybrid_runtime.sampling_params import SamplingParams
@@ -230,9 +230,9 @@ class HybridRuntime:
     # Cache and counters.
 
     @property
-    def prefix_cache(self) -> RadixCache:
-        """The tree of cached prefixes; to look at, not to change."""
-        return self._engine.memory.cache
+    def prefix_cache(self) -> PrefixCacheView:
+        """What is cached, to look at: counters, matches, and `render()`, which draws the tree as text and as a page."""
+        return PrefixCacheView(lambda: self._engine.memory.cache, self.tokenizer)
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache. Raises RuntimeError while requests are running."""
