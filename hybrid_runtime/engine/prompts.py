@@ -68,7 +68,7 @@ class PromptEncoder:
     def _check_length(self, prompt: Prompt) -> Prompt:
         token_ids = prompt.token_ids
         if not token_ids:
-            raise ValueError(f"the prompt is empty: {token_ids if prompt.text is None else prompt.text!r}")
+            raise ValueError(f"the prompt is empty: {list(token_ids) if prompt.text is None else prompt.text!r}")
         if len(token_ids) >= self._max_model_len:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens, but with max_model_len={self._max_model_len} at most "

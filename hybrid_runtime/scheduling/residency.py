@@ -34,7 +34,7 @@ class Admission:
 
 @dataclass
 class LookupCounts:
-    """What looking for prefixes has brought so far; each row counts once, at its first admission."""
+    """What looking for prefixes has brought so far. Each row counts once, at its first admission; warm-ups do not."""
 
     num_requests: int = 0
     num_hits: int = 0
@@ -199,7 +199,7 @@ class Residency:
         request.due_checkpoints = self._due_checkpoints(request, match)
         if request.prefix_hit is None:
             request.prefix_hit = self._describe(request, match)
-            if self.enabled:
+            if self.enabled and not request.is_prefill_only:
                 self.lookups.add(request, request.prefix_hit)
         return Admission(request, match.state_slot)
 
