@@ -150,8 +150,8 @@ def main() -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"{len(trace):,} requests of {min(lengths):,} to {max(lengths):,} tokens, mean {statistics.mean(lengths):,.0f}; "
-        f"policy {options.policy}, median of {options.repeats}; {_machine()}"
+        f"{len(trace):,} requests of {min(lengths):,} to {max(lengths):,} tokens, "
+        f"mean {statistics.mean(lengths):,.0f}; policy {options.policy}, median of {options.repeats}; {_machine()}"
     )
     if options.out is not None:
         record = {

@@ -6,12 +6,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from hybrid_runtime.cache.eviction import _ORDERS
 from hybrid_runtime.cache.node import Node
 from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.results import Checkpoint, FreedSlots
 from hybrid_runtime.memory.slots import StateSlot
 
 Prefix = tuple[int, ...]
+POLICIES = sorted(_ORDERS)
 
 
 def ints(values: Iterable[int]) -> np.ndarray:

@@ -8,7 +8,8 @@ through it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hybrid_runtime.cache.results import Checkpoint
@@ -16,6 +17,8 @@ from tests.cache.helpers import Prefix
 
 Freed = tuple[list[int], list[int]]
 """Sorted KV slots and sorted state slots."""
+
+Choose = Callable[[Sequence[Prefix]], Prefix]
 
 
 @dataclass
@@ -36,6 +39,7 @@ class NaiveCache:
         self.kv: dict[Prefix, int] = {}
         self.states: dict[Prefix, tuple[int, str]] = {}
         self.locks: list[NaiveLock] = []
+        self.num_hits: dict[Prefix, int] = {}
         self._kv_used: dict[Prefix, int] = {}
         self._state_used: dict[Prefix, int] = {}
         self._clock = itertools.count()
@@ -46,8 +50,8 @@ class NaiveCache:
     def is_state_locked(self, prefix: Prefix) -> bool:
         return any(lock.prefix == prefix and lock.holds_state for lock in self.locks)
 
-    def is_leaf(self, prefix: Prefix) -> bool:
-        return not any(other[:-1] == prefix for other in self.kv)
+    def num_children(self) -> Counter[Prefix]:
+        return Counter(prefix[:-1] for prefix in self.kv)
 
     def match(self, tokens: Prefix) -> tuple[Prefix, int]:
         """The longest usable prefix with a state (empty if there is none), and the number of tokens with KV."""
@@ -81,6 +85,7 @@ class NaiveCache:
     def lock(self, prefix: Prefix, *, with_state: bool) -> NaiveLock:
         lock = NaiveLock(prefix, with_state and prefix in self.states)
         self.locks.append(lock)
+        self.num_hits[prefix] = self.num_hits.get(prefix, 0) + lock.holds_state
         return lock
 
     def release_state(self, lock: NaiveLock) -> None:
@@ -94,34 +99,42 @@ class NaiveCache:
         self._use_kv(lock.prefix)
         return sorted(self._prune(lock.prefix)), []
 
-    def evict_kv(self, n: int) -> Freed:
+    def oldest_kv(self, leaves: Sequence[Prefix]) -> Prefix:
+        return min(leaves, key=lambda prefix: self._kv_used[prefix])
+
+    def oldest_state(self, prefixes: Sequence[Prefix]) -> Prefix:
+        return min(prefixes, key=lambda prefix: self._state_used[prefix])
+
+    def evict_kv(self, n: int, choose: Choose | None = None) -> Freed:
+        """`choose` names the victim among those that may go; without it the least recently used goes."""
         kv_slots: list[int] = []
         state_slots: list[int] = []
         while len(kv_slots) < n:
-            leaves = [prefix for prefix in self.kv if self.is_leaf(prefix) and not self.is_kv_locked(prefix)]
+            num_children = self.num_children()
+            leaves = [prefix for prefix in self.kv if not num_children[prefix] and not self.is_kv_locked(prefix)]
             if not leaves:
                 break
-            leaf = min(leaves, key=lambda prefix: self._kv_used[prefix])
+            leaf = (choose or self.oldest_kv)(leaves)
             if leaf in self.states:
                 state_slots.append(self._pop_state(leaf))
             kv_slots += self._prune(leaf)
         return sorted(kv_slots), sorted(state_slots)
 
-    def evict_state(self, n: int) -> Freed:
+    def evict_state(self, n: int, choose: Choose | None = None) -> Freed:
         kv_slots: list[int] = []
         state_slots: list[int] = []
         while len(state_slots) < n:
             unlocked = [prefix for prefix in self.states if not self.is_state_locked(prefix)]
             if not unlocked:
                 break
-            victim = min(unlocked, key=lambda prefix: self._state_used[prefix])
+            victim = (choose or self.oldest_state)(unlocked)
             state_slots.append(self._pop_state(victim))
             kv_slots += self._prune(victim)
         return sorted(kv_slots), sorted(state_slots)
 
     def reset(self) -> Freed:
         freed = sorted(self.kv.values()), sorted(slot for slot, _ in self.states.values())
-        self.kv, self.states, self._kv_used, self._state_used = {}, {}, {}, {}
+        self.kv, self.states, self._kv_used, self._state_used, self.num_hits = {}, {}, {}, {}, {}
         return freed
 
     def _use_kv(self, prefix: Prefix) -> None:
@@ -136,8 +149,11 @@ class NaiveCache:
 
     def _prune(self, prefix: Prefix) -> list[int]:
         kv_slots = []
-        while prefix and self.is_leaf(prefix) and prefix not in self.states and not self.is_kv_locked(prefix):
+        num_children = self.num_children()
+        while prefix and not num_children[prefix] and prefix not in self.states and not self.is_kv_locked(prefix):
             del self._kv_used[prefix]
+            self.num_hits.pop(prefix, None)
             kv_slots.append(self.kv.pop(prefix))
             prefix = prefix[:-1]
+            num_children[prefix] -= 1
         return kv_slots

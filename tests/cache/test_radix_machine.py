@@ -1,11 +1,14 @@
-"""A state machine drives the cache and two small pools as an engine would, against `NaiveCache`.
+"""A state machine drives the cache and two small pools as an engine would, against `NaiveCache`, under every policy.
 
 After every rule the tree's invariants hold, every slot of both pools has exactly one owner (free list, tree or
-request), and tree and model hold the same slots at the same prefixes under the same locks.
+request), and tree and model hold the same slots at the same prefixes under the same locks. Each victim of an eviction
+is one that the model would let go and, by the policy's own rule, the next.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,11 +16,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hybrid_runtime.cache.node import Node
 from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.receipt import LockReceipt
 from hybrid_runtime.cache.results import FreedSlots
 from hybrid_runtime.errors import PoolExhausted
 from hybrid_runtime.memory.allocator import SlotAllocator
+from hybrid_runtime.scheduling.supply import SlotSupply
 from tests.cache.helpers import Prefix, checkpoint, freed_sets, ints, kv_contents, prefix_of, state_contents
 from tests.cache.naive_cache import Freed, NaiveCache, NaiveLock
 
@@ -44,14 +49,36 @@ class Request:
 
 
 class RadixMachine(RuleBasedStateMachine):
+    policy = "lru"
+
     @initialize(num_kv_slots=st.sampled_from([12, 9, 7, 5]), num_state_slots=st.sampled_from([5, 4, 3, 2]))
     def start(self, num_kv_slots, num_state_slots):
-        self.cache = RadixCache("lru")
+        self.cache = RadixCache(self.policy)
         self.naive = NaiveCache()
         self.kv = SlotAllocator(num_kv_slots)
         self.states = SlotAllocator(num_state_slots)
+        self.supply = SlotSupply(self.kv, self.states, self.cache)
+        self.cache.on_evict = self.witness
+        self.victims: deque[Prefix] = deque()
         self.requests: list[Request] = []
         self.locks: list[Lock] = []
+
+    def witness(self, node: Node) -> None:
+        """A state is about to go: all of it is there still."""
+        prefix = prefix_of(node)
+        assert (node.state_slot, node.origin) == self.naive.states[prefix]
+        self.compare_path(node)
+        self.victims.append(prefix)
+
+    def next_kv_victim(self, leaves: Sequence[Prefix]) -> Prefix:
+        victim = self.victims.popleft()
+        assert victim == self.naive.oldest_kv(leaves)
+        return victim
+
+    def next_state_victim(self, prefixes: Sequence[Prefix]) -> Prefix:
+        victim = self.victims.popleft()
+        assert victim == self.naive.oldest_state(prefixes)
+        return victim
 
     # What an engine does around the cache.
 
@@ -61,17 +88,34 @@ class RadixMachine(RuleBasedStateMachine):
         self.states.release(freed.state_slots)
 
     def take_kv(self, n: int) -> list[int] | None:
-        if n > self.kv.num_free:
-            with pytest.raises(PoolExhausted):
-                self.kv.allocate(n)
-            self.evict_kv(n - self.kv.num_free)
-        return self.kv.allocate(n).tolist() if n <= self.kv.num_free else None
+        if n > self.kv.num_free + self.cache.num_evictable_kv:
+            self.fail_to_take(self.supply.take_kv, n)
+            return None
+        missing = n - self.kv.num_free
+        slots = self.supply.take_kv(n).tolist()
+        self.naive.evict_kv(missing, self.next_kv_victim)
+        assert not self.victims
+        return slots
 
     def take_states(self, n: int) -> list[int]:
         """As many as there are, up to `n`: a checkpoint that finds no slot is skipped."""
-        if n > self.states.num_free:
-            self.evict_state(n - self.states.num_free)
-        return self.states.allocate(min(n, self.states.num_free)).tolist()
+        available = self.states.num_free + self.cache.num_evictable_states
+        if n > available:
+            self.fail_to_take(self.supply.take_states, n)
+        n = min(n, available)
+        missing = n - self.states.num_free
+        slots = self.supply.take_states(n).tolist()
+        self.naive.evict_state(missing, self.next_state_victim)
+        assert not self.victims
+        return slots
+
+    def fail_to_take(self, take: Callable[[int], object], n: int) -> None:
+        """More than is free or evictable: nothing is evicted for it, and no slot moves."""
+        free = self.kv.free_slots().tolist(), self.states.free_slots().tolist()
+        with pytest.raises(PoolExhausted):
+            take(n)
+        assert (self.kv.free_slots().tolist(), self.states.free_slots().tolist()) == free
+        assert not self.victims
 
     def take_lock(self, node, *, with_state: bool) -> Lock:
         prefix = prefix_of(node)
@@ -187,20 +231,27 @@ class RadixMachine(RuleBasedStateMachine):
     # Eviction.
 
     @precondition(lambda self: self.cache.num_nodes > 1)
-    @rule(n=st.integers(0, 3))
+    @rule(n=st.sampled_from([0, 1, 2, 3, 99]))
     def evict_kv(self, n):
         evictable = self.cache.num_evictable_kv
         freed = self.cache.evict_kv(n)
         assert len(freed.kv_slots) >= min(n, evictable)
-        self.give_back(freed, self.naive.evict_kv(n))
+        self.give_back(freed, self.naive.evict_kv(n, self.next_kv_victim))
+        assert not self.victims
 
     @precondition(lambda self: self.cache.num_nodes > 1)
-    @rule(n=st.integers(0, 3))
+    @rule(n=st.sampled_from([0, 1, 2, 3, 99]))
     def evict_state(self, n):
         evictable = self.cache.num_evictable_states
         freed = self.cache.evict_state(n)
         assert len(freed.state_slots) == min(n, evictable)
-        self.give_back(freed, self.naive.evict_state(n))
+        self.give_back(freed, self.naive.evict_state(n, self.next_state_victim))
+        assert not self.victims
+
+    @rule(excess=st.integers(1, 3))
+    def ask_for_too_much(self, excess):
+        self.fail_to_take(self.supply.take_kv, self.kv.num_free + self.cache.num_evictable_kv + excess)
+        self.fail_to_take(self.supply.take_states, self.states.num_free + self.cache.num_evictable_states + excess)
 
     @precondition(lambda self: self.cache.num_nodes > 3 and not self.all_locks())
     @rule()
@@ -217,6 +268,11 @@ class RadixMachine(RuleBasedStateMachine):
         assert (found.state_slot, found.origin) == self.naive.states.get(prefix, (None, None))
         assert found.kv_slots.tolist() == [self.naive.kv[prefix[:n]] for n in range(1, len(prefix) + 1)]
 
+    def compare_path(self, node: Node) -> None:
+        prefix = prefix_of(node)
+        assert self.cache.path_tokens(node).tolist() == list(prefix)
+        assert self.cache.path_kv_slots(node).tolist() == [self.naive.kv[prefix[: n + 1]] for n in range(len(prefix))]
+
     def all_locks(self) -> list[Lock]:
         return self.locks + [request.lock for request in self.requests if request.lock is not None]
 
@@ -225,6 +281,10 @@ class RadixMachine(RuleBasedStateMachine):
         self.cache.check()
         assert kv_contents(self.cache) == self.naive.kv
         assert state_contents(self.cache) == self.naive.states
+        for node in self.cache.nodes():
+            self.compare_path(node)
+            assert node.num_hits == self.naive.num_hits.get(prefix_of(node), 0)
+        assert not self.victims, "a state was shown that did not go by eviction"
         for lock in self.all_locks():
             assert prefix_of(lock.receipt.node) == lock.naive.prefix
             assert lock.receipt.holds_state == lock.naive.holds_state
