@@ -14,17 +14,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from hybrid_runtime.config import RuntimeConfig
+from hybrid_runtime.cache.radix_cache import RadixCache
+from hybrid_runtime.config import EVICTION_POLICIES, RuntimeConfig
 from hybrid_runtime.engine.engine import Engine
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.request_factory import RequestFactory
 from hybrid_runtime.engine.request_group import Prompt, RequestGroup
+from hybrid_runtime.memory.allocator import SlotAllocator
 from hybrid_runtime.memory.plan import plan_memory
 from hybrid_runtime.sampling_params import SamplingParams
+from hybrid_runtime.scheduling.host_tier import HostTier
+from hybrid_runtime.scheduling.placement import CheckpointPolicy
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.residency import Residency
 from hybrid_runtime.scheduling.scheduler import Scheduler
+from hybrid_runtime.scheduling.supply import SlotSupply
 from tests.engine.hashing_runner import NUM_TOKENS, HashingRunner, content, next_token
+from tests.engine.hashing_store import HashingStore
 
 MAX_LEN = 16
 
@@ -43,15 +49,40 @@ class EngineMachine(RuleBasedStateMachine):
         num_seqs=st.integers(1, 5),
         budget=st.integers(1, 20),
         enabled=st.sampled_from([True, True, True, False]),
+        eviction=st.sampled_from(EVICTION_POLICIES),
+        host=st.none() | st.tuples(st.integers(1, 3 * MAX_LEN), st.integers(1, 6)),
+        placement=st.builds(
+            CheckpointPolicy,
+            min_saving=st.integers(1, 4),
+            checkpoint_interval=st.none() | st.integers(1, 5),
+            track_interval=st.none() | st.integers(1, 4),
+            num_track_slots=st.integers(1, 2),
+        ),
     )
-    def build(self, num_kv: int, num_states: int, num_seqs: int, budget: int, enabled: bool) -> None:
+    def build(
+        self,
+        num_kv: int,
+        num_states: int,
+        num_seqs: int,
+        budget: int,
+        enabled: bool,
+        eviction: str,
+        host: tuple[int, int] | None,
+        placement: CheckpointPolicy,
+    ) -> None:
         config = RuntimeConfig(
             num_kv_slots=num_kv, num_state_slots=num_states, max_num_seqs=num_seqs, max_model_len=MAX_LEN
         )
         plan = plan_memory(config, (), (), model_max_len=MAX_LEN, available_bytes=1)
-        self.memory = EngineMemory(plan, (), (), max_num_seqs=num_seqs, eviction="lru", device=torch.device("cpu"))
+        self.memory = EngineMemory(plan, (), (), max_num_seqs=num_seqs, eviction=eviction, device=torch.device("cpu"))
         self.runner = HashingRunner(self.memory)
-        residency = Residency(self.memory.supply, self.memory.table, enabled=enabled)
+        if host is not None:
+            slots = SlotSupply(SlotAllocator(host[0]), SlotAllocator(host[1]), RadixCache(eviction))
+            store = HashingStore(self.runner, num_kv=host[0], num_states=host[1])
+            self.memory.attach_tier(HostTier(self.memory.supply, slots, store, min_saving=placement.min_saving))
+        residency = Residency(
+            self.memory.supply, self.memory.table, enabled=enabled, policy=placement, tier=self.memory.tier
+        )
         self.scheduler = Scheduler(residency, max_num_seqs=num_seqs, max_num_batched_tokens=budget)
         self.factory = RequestFactory(None, max_model_len=MAX_LEN, eos_token_ids=frozenset(), seed=0)
         runner: Any = self.runner
@@ -64,16 +95,30 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 8),
         num_samples=st.sampled_from([1, 1, 1, 2, 3]),
         priority=st.integers(0, 2),
+        hints=st.sets(st.integers(1, MAX_LEN), max_size=3),
+        is_warmup=st.sampled_from([False, False, False, True]),
     )
-    def add(self, fresh: list[int], donor: int, shared: int, max_tokens: int, num_samples: int, priority: int) -> None:
+    def add(
+        self,
+        fresh: list[int],
+        donor: int,
+        shared: int,
+        max_tokens: int,
+        num_samples: int,
+        priority: int,
+        hints: set[int],
+        is_warmup: bool,
+    ) -> None:
         """A new prompt, or one that starts as the tokens of an earlier request, its output included."""
         if self.requests:
             groups = list(self.requests.values())
             earlier = groups[donor % len(groups)].requests[0].tokens[:].tolist()
             fresh = [*earlier[:shared], *fresh][: MAX_LEN - 1]
         request_id = str(len(self.requests))
-        params = SamplingParams(max_tokens=max_tokens, n=num_samples)
-        group = self.factory.new_group(request_id, Prompt(tuple(fresh), None), params, priority)
+        positions = [length for length in hints if length <= len(fresh)]
+        params = SamplingParams(max_tokens=max_tokens, n=num_samples, checkpoint_positions=positions)
+        prompt = Prompt(tuple(fresh), None)
+        group = self.factory.new_group(request_id, prompt, params, priority, is_prefill_only=is_warmup)
         self.requests[request_id] = group
         self.engine.add(group)
 
@@ -121,7 +166,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.scheduler.running)
     @rule()
     def reset(self) -> None:
-        self.memory.supply.release(self.memory.cache.reset())
+        self.memory.reset_cache()
         self._check()
 
     def teardown(self) -> None:
@@ -137,7 +182,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not len(self.scheduler.waiting)
         for request_id, group in self.requests.items():
             self._check_tokens(request_id, group)
-        self.memory.supply.release(self.memory.cache.reset())  # refuses if a lock is left
+        self.memory.reset_cache()  # refuses if a lock is left
         assert self.memory.supply.kv.num_free == self.memory.supply.kv.num_slots
         assert self.memory.supply.states.num_free == self.memory.supply.states.num_slots
 
@@ -164,7 +209,7 @@ class EngineMachine(RuleBasedStateMachine):
                 tokens.append(next_token(content(tokens), sample.index))
                 expected.append(tokens[-1])
             if sample.finish_reason == "length":
-                assert list(sample.token_ids) == expected
+                assert list(sample.token_ids) == ([] if group.requests[0].is_prefill_only else expected)
             else:
                 assert (sample.finish_reason == "abort" and request_id in self.aborted) or (
                     sample.finish_reason == "error" and self.num_faults
