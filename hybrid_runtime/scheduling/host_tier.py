@@ -108,16 +108,14 @@ class HostTier:
             with _locked(self.host, held):
                 pass  # a use: the device had it for as long as it was of use there
             return
-        try:
-            num_tokens = self._move(self._device, node, self.host, self._store.save, hold=nullcontext())
-        except OSError as error:
-            self._note_failure("saving", error)
-            return
-        if num_tokens is None:
+        moved = self._move(self._device, node, self.host, self._store.save, hold=nullcontext())
+        if isinstance(moved, OSError):
+            self._note_failure("saving", moved)
+        elif moved is None:
             self.counts.num_skipped_checkpoints += 1
-            return
-        self.counts.num_saved_checkpoints += 1
-        self.counts.num_saved_tokens += num_tokens
+        else:
+            self.counts.num_saved_checkpoints += 1
+            self.counts.num_saved_tokens += moved
 
     def restore(self, tokens: TokenArray, *, num_kv: int) -> None:
         """Brings back what a request would match with `tokens`, if the device has nothing nearly as deep.
@@ -129,23 +127,21 @@ class HostTier:
         match = self.host.cache.match(tokens)
         if match.state_length < self._device.cache.match(tokens).state_length + self._min_saving:
             return
-        try:
-            num_tokens = self._move(
-                self.host,
-                match.node,
-                self._device,
-                self._store.restore,
-                hold=_locked(self.host, match.node),
-                spare_kv=num_kv - match.state_length,
-                spare_states=1,
-            )
-        except OSError as error:
-            self._note_failure("bringing back", error)
+        moved = self._move(
+            self.host,
+            match.node,
+            self._device,
+            self._store.restore,
+            hold=_locked(self.host, match.node),
+            spare_kv=num_kv - match.state_length,
+            spare_states=1,
+        )
+        if isinstance(moved, OSError):
+            self._note_failure("bringing back", moved)
             self.host.reset_cache()
-            return
-        if num_tokens is not None:
+        elif moved is not None:
             self.counts.num_restored_checkpoints += 1
-            self.counts.num_restored_tokens += num_tokens
+            self.counts.num_restored_tokens += moved
 
     def reachable_length(self, tokens: TokenArray) -> int:
         """Tokens that a request with `tokens` could skip, if there is room for them. Read-only."""
@@ -193,23 +189,23 @@ class HostTier:
         hold: AbstractContextManager[None],
         spare_kv: int = 0,
         spare_states: int = 0,
-    ) -> int | None:
+    ) -> int | OSError | None:
         """Copies the checkpoint at `node` into the other tier's tree, which must not have a state there.
 
-        Returns the number of tokens whose KV had to be copied; None, with nothing changed, if `destination` cannot
-        give the slots and `spare_kv` and `spare_states` more. `hold` keeps the source while the destination evicts,
-        since what a device evicts goes to the host. Raises what `copy` raises; what was evicted for it is gone then.
+        Returns the number of tokens whose KV had to be copied; the error of a copy that failed, with nothing changed
+        but what was evicted for it; None, with nothing changed, if `destination` cannot give the slots and `spare_kv`
+        and `spare_states` more. `hold` keeps the source while the destination evicts, since what a device evicts goes
+        to the host. Locks are not undone when any other exception passes: the engine starts over then.
         """
         tokens = source.cache.path_tokens(node)
         receipt = destination.cache.lock_kv(_deepest_whole_node(destination.cache, tokens))
-        try:
-            num_missing = len(tokens) - receipt.node.length
-            if not destination.can_supply(num_missing + spare_kv, 1 + spare_states):
-                return None
+        num_missing = len(tokens) - receipt.node.length
+        moved: int | OSError | None = None
+        if destination.can_supply(num_missing + spare_kv, 1 + spare_states):
             with hold:
-                return self._copy(source, node, tokens, destination, copy)
-        finally:
-            destination.release(destination.cache.unlock(receipt))
+                moved = self._copy(source, node, tokens, destination, copy)
+        destination.release(destination.cache.unlock(receipt))
+        return moved
 
     def _copy(
         self,
@@ -218,7 +214,7 @@ class HostTier:
         tokens: TokenArray,
         destination: SlotSupply,
         copy: Callable[[SlotCopy], None],
-    ) -> int:
+    ) -> int | OSError:
         assert node.state_slot is not None
         assert node.origin is not None
         state_slot = StateSlot(int(destination.take_states(1)[0]))
@@ -227,10 +223,10 @@ class HostTier:
             # Looked up only now: what the destination has just evicted may have split the source's path.
             kv_sources = source.cache.path_kv_slots(node)[walk.length :]
             copy(SlotCopy(kv_sources, kv_slots, node.state_slot, state_slot))
-        except OSError:
+        except OSError as error:
             destination.release_kv(kv_slots)
             destination.release_states([state_slot])
-            raise
+            return error
         result = destination.cache.insert(
             tokens,
             np.concatenate([walk.kv_slots(walk.length), kv_slots]),
@@ -290,7 +286,5 @@ def _take_missing(supply: SlotSupply, tokens: TokenArray) -> tuple[Walk, SlotArr
 def _locked(supply: SlotSupply, node: Node) -> Iterator[None]:
     """Keeps a checkpoint and its path from eviction; counts as a use of it."""
     receipt = supply.cache.lock(node)
-    try:
-        yield
-    finally:
-        supply.release(supply.cache.unlock(receipt))
+    yield
+    supply.release(supply.cache.unlock(receipt))
