@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
+SEED ?= $(shell date +%s)
+LONG_RESULTS ?= profiles/results/test_long.json
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
@@ -22,8 +24,9 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-test-long: $(INSTALLED)  ## the property tests with thousands of examples: hours
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m hypothesis --timeout 0
+test-long: $(INSTALLED)  ## the property tests with thousands of examples, about an hour; SEED=... repeats a run
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m hypothesis --timeout 0 --hypothesis-seed=$(SEED) \
+		-p tests.long_run --long-results $(LONG_RESULTS)
 
 train-tiny: $(INSTALLED)  ## train the bundled checkpoint from scratch: over an hour
 	$(BIN)/python -m hybrid_runtime.training train --out build/tiny --minutes 74
