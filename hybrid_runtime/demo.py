@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid_runtime import HybridRuntime, RequestOutput, SamplingParams
+from hybrid_runtime.cli import add_warmup_option, warm_up
 from hybrid_runtime.outputs import RuntimeStats
 
 HEADER = '''"""A small inventory: items, their stock, and the orders that change it."""
@@ -79,6 +81,9 @@ MAX_TOKENS = 48
 
 def main() -> None:
     """Generates, measures, and prints what was measured and what was generated."""
+    parser = argparse.ArgumentParser(prog="python -m hybrid_runtime.demo", description=__doc__)
+    add_warmup_option(parser)
+    options = parser.parse_args()
     console = Console()
     prompts = [HEADER + ending for ending in ENDINGS.values()]
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7, top_p=0.9, seed=1)
@@ -90,9 +95,13 @@ def main() -> None:
             f"Loaded tiny ({rt.model.spec.name}) in {time.perf_counter() - started:.1f} s.\n"
             f"Pools: {rt.plan.describe()}.\n"
             f"{len(prompts)} prompts that share a header of {len(rt.tokenizer(HEADER).input_ids)} tokens, "
-            f"{MAX_TOKENS} new tokens each, all at once; then the same again. The cold run finds nothing; it leaves a "
-            "checkpoint at the end of each prompt and of each completion, from which the warm run resumes."
+            f"{MAX_TOKENS} new tokens each, all at once; then the same again. In the cold run one request computes the "
+            "header and leaves a checkpoint where the others part ways, a junction; they wait for it and resume there. "
+            "Each prompt leaves a checkpoint at its end, the tail, from which the warm run resumes."
         )
+        num_warm = warm_up(rt, options)
+        if num_warm:
+            console.print(f"{num_warm} warm-up prompts are in the prefix cache.")
         table = _new_table()
         runs: list[list[RequestOutput]] = []
         pool_use: list[str] = []

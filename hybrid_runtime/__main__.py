@@ -1,0 +1,7 @@
+"""`python -m hybrid_runtime`."""
+
+import sys
+
+from hybrid_runtime.cli import main
+
+sys.exit(main())
