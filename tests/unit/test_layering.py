@@ -65,7 +65,7 @@ LAYERS = {
         packages="torch einops numpy transformers safetensors",
     ),
     "glue": layer(
-        "runtime engine demo training",
+        "runtime engine cli __main__ demo training",
         layers="data slots control inspection compute capture models",
         packages=ANYTHING,
     ),
