@@ -97,7 +97,7 @@ def _rows(branch: Branch, num_all_tokens: int, *, is_open: bool) -> Iterator[str
     """What ends `branch`: its children, then a fold of those beyond the budget, then what is not on the page."""
     for child in branch.children:
         yield from _branch(child, num_all_tokens, is_open=is_open)
-    has_fold = bool(branch.folded and branch.children)
+    has_fold = bool(branch.folded) and branch.has_rest
     depth = branch.depth + 1
     if has_fold:
         yield f"<details>{_rest_row('summary', depth, left_out_text(branch), branch.left_out[1])}\n"

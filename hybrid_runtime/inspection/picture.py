@@ -105,6 +105,11 @@ class Branch:
         totals = Totals.sum([self.absent, *(branch.below for branch in self.folded)])
         return self.num_absent + len(self.folded), totals
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether what is left out takes a line of its own. Where that is all that follows an edge, it is marked."""
+        return self.left_out[0] > 0 and (bool(self.children) or not self.edges)
+
 
 @dataclass(frozen=True)
 class Picture:

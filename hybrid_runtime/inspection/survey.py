@@ -142,8 +142,8 @@ def _choose(root: _Item, limits: Limits) -> list[_Item]:
     """Marks the items of the picture, the best first; returns them, each after the one above it.
 
     An item costs a step more than the one above it, and the k-th best of a fork's branches log2(k) more than its
-    best: so the lines go to many families and into the depth of the best at once. What is deeper than `max_depth`
-    can only be folded and comes last.
+    best: so the lines go to many families and into the depth of the best at once. What needs more lines than are left
+    is folded, as is what is deeper than `max_depth`, which comes last.
     """
     chosen: list[_Item] = []
     serial = itertools.count()  # no two entries compare equal
@@ -157,22 +157,21 @@ def _choose(root: _Item, limits: Limits) -> list[_Item]:
                 heapq.heappush(heap, entry)
 
     offer_children(root, 0.0)
+    root.is_shown = True
     num_lines = int(root.has_rest_line(0))
-    num_shown = 0
-    is_full = False
+    num_folded = 0
     while heap:
         is_too_deep, cost, _, _, item = heapq.heappop(heap)
         assert item.parent is not None
         num_new_lines = 1 + item.parent.has_rest_line(1) - item.parent.has_rest_line(0)
-        if is_too_deep or num_lines + num_new_lines > limits.max_lines:
-            is_full = True
-        if not is_full:
+        if item.parent.is_shown and not is_too_deep and num_lines + num_new_lines <= limits.max_lines:
             num_lines += num_new_lines
             item.parent.num_shown += 1
             item.is_shown = True
-            num_shown += 1
-        elif len(chosen) - num_shown >= limits.max_folded:
-            break
+        elif num_folded < limits.max_folded:
+            num_folded += 1
+        else:
+            continue
         item.is_kept = True
         chosen.append(item)
         offer_children(item, cost)
@@ -207,19 +206,18 @@ def _branches(root: _Item, chosen: list[_Item], label: Callable[[TokenArray], st
             draft = _new_draft(item, drafts)
         draft.edges.append(_edge(item, label, now))
         drafts[item] = draft
-    return _new_draft(root, drafts, is_shown=True).branch(-1)
+    return _new_draft(root, drafts).branch(root.depth)
 
 
-def _new_draft(item: _Item, drafts: dict[_Item, _Draft], *, is_shown: bool | None = None) -> _Draft:
+def _new_draft(item: _Item, drafts: dict[_Item, _Draft]) -> _Draft:
     """The end of a branch below `item`, whose children's drafts it takes over."""
-    is_shown = item.is_shown if is_shown is None else is_shown
     kept = sorted((child for child in item.children if child.is_kept), key=_rank)
     absent = [child for child in item.children if not child.is_kept]
     branches = [(child.is_shown, drafts.pop(child).branch(child.depth)) for child in kept]
     return _Draft(
         edges=[],
-        children=tuple(branch for child_is_shown, branch in branches if child_is_shown == is_shown),
-        folded=tuple(branch for child_is_shown, branch in branches if child_is_shown != is_shown),
+        children=tuple(branch for child_is_shown, branch in branches if child_is_shown == item.is_shown),
+        folded=tuple(branch for child_is_shown, branch in branches if child_is_shown != item.is_shown),
         num_absent=len(absent),
         absent=Totals.sum(child.below for child in absent),
     )

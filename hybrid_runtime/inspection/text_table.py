@@ -81,10 +81,8 @@ def _text(value: str, style: str, is_ascii: bool) -> Text:
 
 def _lines(branch: Branch, guides: str, glyphs: _Glyphs) -> Iterator[_Line]:
     """What ends `branch`: its children, each with all its lines, then what is left out. `guides` is left of them."""
-    num_left_out, left_out = branch.left_out
-    has_rest = num_left_out > 0 and (bool(branch.children) or not branch.edges)
     for index, child in enumerate(branch.children):
-        is_last = index == len(branch.children) - 1 and not has_rest
+        is_last = index == len(branch.children) - 1 and not branch.has_rest
         beside = guides + ("  " if is_last else glyphs.past)
         fork = guides + (glyphs.last_fork if is_last else glyphs.fork)
         is_folded = not child.children and child.left_out[0] > 0
@@ -92,9 +90,11 @@ def _lines(branch: Branch, guides: str, glyphs: _Glyphs) -> Iterator[_Line]:
             mark = glyphs.folded if is_folded and edge is child.edges[-1] else ""
             yield _edge_line(edge, (beside if number else fork) + mark, glyphs)
         yield from _lines(child, beside, glyphs)
-    if has_rest:
+    if branch.has_rest:
         words = f"{glyphs.gap} {left_out_text(branch)}"
-        yield _Line({"below": per_subtree_text(left_out), "text": guides + glyphs.last_fork + words}, style="dim")
+        yield _Line(
+            {"below": per_subtree_text(branch.left_out[1]), "text": guides + glyphs.last_fork + words}, style="dim"
+        )
 
 
 def _edge_line(edge: Edge, guides: str, glyphs: _Glyphs) -> _Line:

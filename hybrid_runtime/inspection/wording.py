@@ -43,6 +43,8 @@ def contents_text(totals: Totals) -> str:
 
 
 def header_text(totals: Totals) -> str:
+    if not totals.num_nodes:
+        return "empty"
     parts = [
         f"{contents_text(totals)}, {counted(totals.num_tombstones, 'tombstone')}",
         counted(totals.num_hits, "hit"),
