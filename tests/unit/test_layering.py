@@ -65,7 +65,7 @@ LAYERS = {
         packages="torch einops numpy transformers safetensors",
     ),
     "glue": layer(
-        "runtime engine cli __main__ demo training",
+        "runtime engine cli __main__ demo training walkthrough",
         layers="data slots control inspection compute capture models",
         packages=ANYTHING,
     ),
