@@ -8,18 +8,13 @@ Medians over the repeats, after one round that is not counted. Run it when nothi
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import statistics
-import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from measuring import median, write_results
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
@@ -47,15 +42,7 @@ def main() -> None:
     for name, (value, unit) in figures.items():
         table.add_row(name, f"{value:,.1f}", unit)
     Console().print(table)
-    if options.out is not None:
-        record = {
-            "machine": f"{platform.machine()}, {_cpu_model()}, {options.threads} threads, torch {torch.__version__}",
-            "commit": _commit(),
-            "command": f"python profiles/bench_tiny.py --threads {options.threads} --repeats {options.repeats}",
-            "figures": {name: {"median": value, "unit": unit} for name, (value, unit) in figures.items()},
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=2) + "\n")
+    write_results(options.out, {name: {"median": value, "unit": unit} for name, (value, unit) in figures.items()})
 
 
 def _measure_runtime(repeats: int) -> dict[str, tuple[float, str]]:
@@ -70,20 +57,20 @@ def _measure_runtime(repeats: int) -> dict[str, tuple[float, str]]:
             [output] = rt.generate(prompt, _greedy(1))
             return output.metrics.time_to_first_token or 0.0
 
-        cold = _median(lambda: first_token_seconds(draw(PROMPT_LEN)), repeats)
+        cold = median(lambda: first_token_seconds(draw(PROMPT_LEN)), repeats)
         figures[f"prefill of {PROMPT_LEN} tokens"] = PROMPT_LEN / cold, "tok/s"
         figures[f"first token, {PROMPT_LEN} tokens, cold"] = 1000 * cold, "ms"
         prompt = draw(PROMPT_LEN)
         first_token_seconds(prompt)
         figures["first token, the same prompt again"] = (
-            1000 * _median(lambda: first_token_seconds(prompt), repeats),
+            1000 * median(lambda: first_token_seconds(prompt), repeats),
             "ms",
         )
 
         def prefix_seconds() -> float:
             return first_token_seconds(prompt[:-1] + draw(32))
 
-        figures["first token, 32 new tokens behind a cached prefix"] = 1000 * _median(prefix_seconds, repeats), "ms"
+        figures["first token, 32 new tokens behind a cached prefix"] = 1000 * median(prefix_seconds, repeats), "ms"
         for batch in BATCHES:
 
             def step_seconds(batch: int = batch) -> float:
@@ -92,7 +79,7 @@ def _measure_runtime(repeats: int) -> dict[str, tuple[float, str]]:
                 ends = [output.metrics.finished_time or 0.0 for output in outputs]
                 return (max(ends) - max(starts)) / (NUM_DECODED - 1)
 
-            figures[f"decode step, batch {batch}"] = 1000 * _median(step_seconds, repeats), "ms"
+            figures[f"decode step, batch {batch}"] = 1000 * median(step_seconds, repeats), "ms"
     return figures
 
 
@@ -113,32 +100,16 @@ def _measure_transformers(repeats: int) -> dict[str, tuple[float, str]]:
         )
         return time.perf_counter() - started
 
-    prefill = _median(lambda: seconds(PROMPT_LEN, 1), repeats)
-    decode = _median(lambda: seconds(32, NUM_DECODED) - seconds(32, 1), repeats) / (NUM_DECODED - 1)
+    prefill = median(lambda: seconds(PROMPT_LEN, 1), repeats)
+    decode = median(lambda: seconds(32, NUM_DECODED) - seconds(32, 1), repeats) / (NUM_DECODED - 1)
     return {
         f"transformers: prefill of {PROMPT_LEN} tokens": (PROMPT_LEN / prefill, "tok/s"),
         "transformers: decode step, batch 1": (1000 * decode, "ms"),
     }
 
 
-def _median(measure: Callable[[], float], repeats: int) -> float:
-    measure()
-    return statistics.median(measure() for _ in range(repeats))
-
-
 def _greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines: list[str] = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-
-
-def _commit() -> Any:
-    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return run.stdout.strip() or None
 
 
 if __name__ == "__main__":
