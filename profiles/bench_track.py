@@ -2,10 +2,12 @@
 
     python profiles/bench_track.py [--threads 2] [--repeats 5] [--out profiles/results/bench_track.json]
 
-Cost: milliseconds of a decode step. Saving: a turn of 1 to 512 decoded tokens ends, and what follows has other tokens in
-place of its last four, as behind a stop string or where text is tokenised again. The final state is of no use then: what
-lies between the latest periodic checkpoint (or else the prompt's) and these four is computed again. On the bundled model;
-run it when nothing else runs.
+Cost: milliseconds of a decode step. Saving: a turn of 4 to 512 decoded tokens ends, and what follows has other tokens
+in place of its last four, as behind a stop string or where text is tokenised again. The final state is of no use then:
+what lies between the latest periodic checkpoint (or else the prompt's) and these four is computed again. A request
+keeps the latest periodic checkpoint only, so an interval as short as the change saves nothing. (A preempted request
+resumes from its working slot and computes nothing again, whatever the interval.) On the bundled model; run it when
+nothing else runs.
 """
 
 from __future__ import annotations
