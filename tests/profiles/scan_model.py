@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from profiles.bench_cache import Outcome, Tokens
+from profiles.cache_trace import Outcome, Tokens
 
 
 def common_lengths(trace: list[Tokens]) -> NDArray[np.int64]:
