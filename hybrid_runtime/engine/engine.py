@@ -138,7 +138,9 @@ class Engine:
     def _run_step(self) -> None:
         with nvtx.annotate("schedule"):
             step = self.scheduler.schedule()
-        assert step.requests, f"nothing can run, but {len(self.scheduler.waiting)} requests wait"
+        if not step.requests:
+            self._give_up_waiting()
+            return
         self.num_steps += 1
         for request in step.requests:
             self.groups[request.request_id].mark_scheduled()
@@ -254,6 +256,21 @@ class Engine:
         _LOGGER.error("a forward over %d requests failed", len(step.requests), exc_info=error)
         if len(step.requests) == 1:
             self._drop(step.requests[0], f"{type(error).__name__}: {error}")
+
+    def _give_up_waiting(self) -> None:
+        """After a step that can't do anything: ends the request for which there is no room, though nothing runs.
+
+        The memory plan rules that out unless slots were lost.
+        """
+        assert not self.scheduler.running
+        request, supply = next(iter(self.scheduler.waiting)), self.memory.supply
+        self._drop(
+            request,
+            f"PoolExhausted: nothing runs, and still there is no room for {request.num_tokens} tokens: "
+            f"{supply.kv.num_free} of {supply.kv.num_slots} KV slots and {supply.states.num_free} of "
+            f"{supply.states.num_slots} state slots are free, {supply.cache.num_evictable_kv} and "
+            f"{supply.cache.num_evictable_states} evictable",
+        )
 
     def _drop(self, request: Request, message: str) -> None:
         """Ends a request with an error; nothing of it is kept."""

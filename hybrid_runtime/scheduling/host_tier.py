@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from hybrid_runtime.cache.node import Node, TokenArray
 from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.cache.tree import Walk
+from hybrid_runtime.errors import PoolExhausted
 from hybrid_runtime.memory.slots import SlotArray, StateSlot, no_slots
 from hybrid_runtime.scheduling.supply import SlotSupply
 
@@ -203,7 +204,12 @@ class HostTier:
         moved: int | OSError | None = None
         if destination.can_supply(num_missing + spare_kv, 1 + spare_states):
             with hold:
-                moved = self._copy(source, node, tokens, destination, copy)
+                try:
+                    moved = self._copy(source, node, tokens, destination, copy)
+                except OSError as error:
+                    moved = error
+                except PoolExhausted:
+                    moved = None
         destination.release(destination.cache.unlock(receipt))
         return moved
 
@@ -214,19 +220,20 @@ class HostTier:
         tokens: TokenArray,
         destination: SlotSupply,
         copy: Callable[[SlotCopy], None],
-    ) -> int | OSError:
+    ) -> int:
+        """Returns the number of tokens whose KV had to be copied. Gives its slots back where anything raises."""
         assert node.state_slot is not None
         assert node.origin is not None
-        state_slot = StateSlot(int(destination.take_states(1)[0]))
-        walk, kv_slots = _take_missing(destination, tokens)
-        try:
+        with ExitStack() as undo:
+            state_slots = destination.take_states(1)
+            undo.callback(destination.release_states, state_slots)
+            walk, kv_slots = _take_missing(destination, tokens)
+            undo.callback(destination.release_kv, kv_slots)
+            state_slot = StateSlot(int(state_slots[0]))
             # Looked up only now: what the destination has just evicted may have split the source's path.
             kv_sources = source.cache.path_kv_slots(node)[walk.length :]
             copy(SlotCopy(kv_sources, kv_slots, node.state_slot, state_slot))
-        except OSError as error:
-            destination.release_kv(kv_slots)
-            destination.release_states([state_slot])
-            return error
+            undo.pop_all()
         result = destination.cache.insert(
             tokens,
             np.concatenate([walk.kv_slots(walk.length), kv_slots]),
@@ -273,11 +280,16 @@ def _deepest_whole_node(cache: RadixCache, tokens: TokenArray) -> Node:
 def _take_missing(supply: SlotSupply, tokens: TokenArray) -> tuple[Walk, SlotArray]:
     """What the tree has of `tokens`, and KV slots for the others, in ascending order.
 
-    Taking slots may evict from the very end of the path that is to be kept, hence more than one round.
+    Taking slots may evict from the very end of the path that is to be kept, hence more than one round. Raises
+    PoolExhausted, and keeps none, if they are not all to be had.
     """
     kv_slots = no_slots()
     while (walk := follow(supply.cache, tokens)).length + len(kv_slots) < len(tokens):
-        taken = supply.take_kv(len(tokens) - walk.length - len(kv_slots))
+        try:
+            taken = supply.take_kv(len(tokens) - walk.length - len(kv_slots))
+        except PoolExhausted:
+            supply.release_kv(kv_slots)
+            raise
         kv_slots = np.concatenate([kv_slots, taken])
     return walk, np.sort(kv_slots)  # long runs of neighbours are copied as one
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.results import Checkpoint, InsertResult, PrefixMatch
+from hybrid_runtime.errors import PoolExhausted
 from hybrid_runtime.memory.request_table import RequestTable
 from hybrid_runtime.memory.slots import StateSlot
 from hybrid_runtime.scheduling.host_tier import HostTier
@@ -112,10 +114,11 @@ class Residency:
 
     def take_checkpoint_slot(self, origin: str) -> StateSlot | None:
         """A state slot for a checkpoint that is due; None, and counted as skipped, if there is none to be had."""
-        if not self.supply.can_supply(0, 1):
+        try:
+            return StateSlot(int(self.supply.take_states(1)[0]))
+        except PoolExhausted:
             self.num_skipped_checkpoints[origin] += 1
             return None
-        return StateSlot(int(self.supply.take_states(1)[0]))
 
     def next_track_slot(self, request: Request) -> StateSlot | None:
         """The request's slot that its next periodic checkpoint is to be written to; None if there is none to be had.
@@ -180,19 +183,20 @@ class Residency:
 
     def _move_in(self, request: Request, match: PrefixMatch, headroom: int) -> Admission | None:
         receipt = self.cache.lock(match.node)
-        num_own = request.num_tokens - match.state_length
-        if not self.supply.can_supply(num_own + headroom, 1):
+        taken = self._take_for_residence(request.num_tokens - match.state_length, headroom)
+        if taken is None:
             self.supply.release(self.cache.unlock(receipt))
             return None
+        row, working_slot, kv_slots = taken
         request.residence = Residence(
-            row=self.table.allocate_row(),
-            working_slot=StateSlot(int(self.supply.take_states(1)[0])),
+            row=row,
+            working_slot=working_slot,
             receipt=receipt,
             protected_length=match.state_length,
             num_kv_slots=match.state_length,
         )
-        self.table.write(request.residence.row, 0, match.kv_slots)
-        self.extend(request, self.supply.take_kv(num_own))
+        self.table.write(row, 0, match.kv_slots)
+        self.extend(request, kv_slots)
         request.num_computed_tokens = match.state_length
         request.status = RequestStatus.RUNNING
         request.following = None
@@ -202,6 +206,22 @@ class Residency:
             if self.enabled and not request.is_prefill_only:
                 self.lookups.add(request, request.prefix_hit)
         return Admission(request, match.state_slot)
+
+    def _take_for_residence(self, num_kv: int, headroom: int) -> tuple[int, StateSlot, NDArray[np.int32]] | None:
+        """A row, a working slot and KV slots; None, with none of them taken, if they are not all to be had."""
+        if not self.supply.can_supply(num_kv + headroom, 1):
+            return None
+        try:
+            with ExitStack() as undo:
+                row = self.table.allocate_row()
+                undo.callback(self.table.release_row, row)
+                states = self.supply.take_states(1)
+                undo.callback(self.supply.release_states, states)
+                kv_slots = self.supply.take_kv(num_kv)
+                undo.pop_all()
+        except PoolExhausted:
+            return None
+        return row, StateSlot(int(states[0])), kv_slots
 
     def _insert(self, request: Request, checkpoints: Sequence[Checkpoint]) -> InsertResult:
         residence = request.resident

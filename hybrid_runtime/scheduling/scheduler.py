@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hybrid_runtime.cache.results import Checkpoint
+from hybrid_runtime.errors import PoolExhausted
 from hybrid_runtime.scheduling.budget import share_budget
 from hybrid_runtime.scheduling.placement import due_after_decode, due_in_span
 from hybrid_runtime.scheduling.request import Request, RequestStatus
@@ -166,12 +167,14 @@ class Scheduler:
                 if request.residence is not None and request.residence.num_kv_slots == request.num_computed_tokens
             ]
 
-        while len(short()) and not self.residency.supply.can_supply(len(short()), 0):
-            assert len(self.running) > 1, "one request alone must fit: the memory plan checks it"
-            self.preempt(max(self.running, key=lambda request: request.order))
-        requests = short()
-        for request, slot in zip(requests, self.residency.supply.take_kv(len(requests)), strict=True):
-            self.residency.extend(request, slot.reshape(1))
+        while requests := short():
+            try:
+                slots = self.residency.supply.take_kv(len(requests))
+            except PoolExhausted:
+                self.preempt(max(self.running, key=lambda request: request.order))
+            else:
+                for request, slot in zip(requests, slots, strict=True):
+                    self.residency.extend(request, slot.reshape(1))
 
     def _admit(self, waiting: Iterable[Request]) -> tuple[Admission, ...]:
         """Admits in order until one does not fit: a large request is not overtaken for ever by small ones."""
