@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from hybrid_runtime.cache.cost import make_cost_orders
 from hybrid_runtime.cache.lru import LRUOrder
 from hybrid_runtime.cache.node import Node
 
@@ -23,7 +24,10 @@ class EvictionOrder(Protocol):
         """A member was used."""
 
     def remove(self, node: Node) -> None:
-        """A member was locked or is gone."""
+        """A member was locked."""
+
+    def forget(self, node: Node) -> None:
+        """A member's KV or state is leaving the tree: its slots are wanted, or nothing needs it any more."""
 
     def became_leaf(self, node: Node) -> None:
         """A member of the KV order lost its last child, and stays."""
@@ -37,11 +41,14 @@ class EvictionOrder(Protocol):
     def __len__(self) -> int: ...
 
 
-_ORDERS: dict[str, Callable[[], EvictionOrder]] = {"lru": LRUOrder}
+_ORDERS: dict[str, Callable[[], tuple[EvictionOrder, EvictionOrder]]] = {
+    "cost": make_cost_orders,
+    "lru": lambda: (LRUOrder(), LRUOrder()),
+}
 
 
 def make_orders(policy: str) -> tuple[EvictionOrder, EvictionOrder]:
     """The orders of KV and of states under a policy. Raises `ValueError` for an unknown name."""
     if policy not in _ORDERS:
         raise ValueError(f"eviction policy must be one of {sorted(_ORDERS)}, got {policy!r}")
-    return _ORDERS[policy](), _ORDERS[policy]()
+    return _ORDERS[policy]()

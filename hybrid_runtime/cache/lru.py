@@ -27,6 +27,9 @@ class LRUOrder:
     def remove(self, node: Node) -> None:
         del self._members[node]
 
+    def forget(self, node: Node) -> None:
+        self.remove(node)
+
     def became_leaf(self, node: Node) -> None:
         """Nothing to do: a leaf's place is its recency."""
 

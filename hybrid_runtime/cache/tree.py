@@ -166,7 +166,7 @@ class RadixTree:
         assert node.state_slot is not None
         assert node.state_lock == 0
         collector.add_state(node.state_slot)
-        self.state_order.remove(node)
+        self.state_order.forget(node)
         node.state_slot = None
         node.origin = None
         self.num_state_slots -= 1
@@ -226,7 +226,7 @@ class RadixTree:
             del parent.children[int(node.key[0])]
             node.parent = None
             collector.add_kv(node.kv_slots)
-            self.kv_order.remove(node)
+            self.kv_order.forget(node)
             self.num_nodes -= 1
             self.num_kv_slots -= len(node.kv_slots)
             self.num_evictable_kv -= len(node.kv_slots)

@@ -1,0 +1,63 @@
+"""Nodes ordered by a number that changes."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from hybrid_runtime.cache.node import Node
+
+_SLACK = 16
+
+
+class LazyHeap:
+    """The member with the lowest priority first, of equal ones the one whose priority was set first.
+
+    A changed or removed member leaves its old entry in the heap, to be dropped when it comes up. Once these outnumber
+    the members all are dropped, so the heap is never longer than twice the members and a constant, and every operation
+    costs O(log members), amortised.
+    """
+
+    def __init__(self) -> None:
+        self._current: dict[Node, tuple[float, int]] = {}
+        self._entries: list[tuple[float, int, Node]] = []
+        self._num_set = 0
+
+    @property
+    def num_entries(self) -> int:
+        """Length of the heap, with the entries that are out of date."""
+        return len(self._entries)
+
+    def set(self, node: Node, priority: float) -> None:
+        """Makes `node` a member, or changes its priority; it then comes after its equals."""
+        self._num_set += 1  # no two entries share a number, so nodes are never compared
+        self._current[node] = priority, self._num_set
+        heapq.heappush(self._entries, (priority, self._num_set, node))
+        if len(self._entries) > 2 * len(self._current) + _SLACK:
+            self._entries = [(*place, node) for node, place in self._current.items()]
+            heapq.heapify(self._entries)
+
+    def discard(self, node: Node) -> None:
+        """Ends the membership of `node`, if it is a member."""
+        self._current.pop(node, None)
+
+    def priority(self, node: Node) -> float:
+        return self._current[node][0]
+
+    def first(self) -> Node | None:
+        while self._entries:
+            priority, number, node = self._entries[0]
+            if self._current.get(node) == (priority, number):
+                return node
+            heapq.heappop(self._entries)
+        return None
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._current
+
+    def __iter__(self) -> Iterator[Node]:
+        """The members, the first one first. O(members log members)."""
+        return iter(sorted(self._current, key=self._current.__getitem__))
+
+    def __len__(self) -> int:
+        return len(self._current)

@@ -1,0 +1,224 @@
+"""How likely a state is to be used again, learned from what became of earlier ones like it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybrid_runtime.cache.node import Node
+
+MARK_INTERVAL = 64
+"""Evicted states are recognised by their tokens up to the last multiple of this."""
+GHOSTS_PER_STATE = 8
+"""Evicted states remembered for each state that the tree ever held at once."""
+MEMORY = 500
+"""States of one kind after which what was learned about it counts half."""
+
+
+class Kind:
+    """States that are expected to behave alike. Starts as if one of two had been used again, at once."""
+
+    __slots__ = ("_num_states", "_num_uses", "_sum_waits")
+
+    def __init__(self) -> None:
+        self._num_states = 2.0
+        self._num_uses = 1.0
+        self._sum_waits = 0.0
+
+    @property
+    def chance(self) -> float:
+        """Share of these states that were used again, in the tree or after they had been evicted."""
+        return self._num_uses / self._num_states
+
+    @property
+    def mean_wait(self) -> float:
+        """How far the clock went, on average, until that use."""
+        return self._sum_waits / self._num_uses
+
+    def count_state(self) -> None:
+        self._num_states += 1
+        if self._num_states > MEMORY:
+            self._num_states /= 2
+            self._num_uses /= 2
+            self._sum_waits /= 2
+
+    def uncount_state(self) -> None:
+        """A state turned out to be of another kind."""
+        self._num_states = max(self._num_states - 1, self._num_uses)
+
+    def count_use(self, wait: float) -> None:
+        self._num_uses += 1
+        self._num_states = max(self._num_states, self._num_uses)
+        self._sum_waits += wait
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of a state: `since` is the clock at its last use, `used` whether it was resumed from.
+
+    `prefix_hash` is of all its tokens, `mark` of those up to the last multiple of `MARK_INTERVAL`.
+    """
+
+    kind: Kind
+    since: float
+    used: bool
+    prefix_hash: int
+    mark: int
+
+
+@dataclass(slots=True)
+class _Ghost:
+    """An evicted state; `kind` is None once its next use has been counted."""
+
+    kind: Kind | None
+    since: float
+
+    def count_use(self, now: float) -> None:
+        """Its prefix was asked for again. Only the first time is a use: after that the state is back."""
+        if self.kind is not None:
+            self.kind.count_use(now - self.since)
+            self.kind = None
+
+
+class ReuseHistory:
+    """Sorts states into kinds and counts for each kind how many were used again, and after how long.
+
+    The kind of a state nobody resumed from yet: its origin, and how much of its tokens is known from before, that is,
+    from the state that its request resumed from or from an evicted state among its prefixes: less than half, less than
+    three quarters, or more. The next turn of a conversation is mostly known; it comes back more often than a prompt
+    that is mostly new. The kind of a state that was resumed from: its origin, and how much of the state that its
+    request left behind it covers; none if no request left one. A turn that a longer turn has overtaken is hardly ever
+    used again; a prefix that many prompts share is.
+
+    Evicted states stay in a bounded index of fingerprints. Without it, only the kinds that are being kept could show
+    that they are used again, and a returning conversation would look like a new one.
+
+    Times are those of the caller's clock. Memory is O(states that were in the tree at once).
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[Hashable, Kind] = {}
+        self._records: dict[Node, _Record] = {}
+        self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()
+        self._max_ghosts = 0
+        self._hasher = PrefixHasher()
+
+    def __contains__(self, node: Node) -> bool:
+        """Whether the state at `node` has arrived and not been evicted."""
+        return node in self._records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def num_ghosts(self) -> int:
+        return len(self._ghosts)
+
+    def kind(self, node: Node) -> Kind:
+        """Of a node with a state."""
+        return self._records[node].kind
+
+    def arrived(self, node: Node, now: float) -> Node | None:
+        """A state was attached to `node`. Returns the node that its request resumed from, which changed its kind.
+
+        O(tokens and nodes between the two).
+        """
+        source = self._resumed_from(node)
+        known = 0 if source is None else source.length
+        prefix_hash, marks = self._fingerprint(source, node)
+        # Neither this search nor the rest of this method takes one step of Python for each mark.
+        found = next(filter(self._ghosts.__contains__, reversed(marks[1:])), None)
+        if found is not None:
+            self._ghosts[found].count_use(now)
+            known = (known // MARK_INTERVAL + marks.index(found)) * MARK_INTERVAL
+        returned = found == marks[-1]
+        if source is not None:
+            record = self._records[source]
+            record.kind.uncount_state()
+            record.kind = self._enter(source.origin, True, _closeness(source.length, node.length))
+        kind = self._enter(node.origin, returned, None if returned else _closeness(known, node.length))
+        self._records[node] = _Record(kind, now, returned, prefix_hash, marks[-1])
+        self._max_ghosts = max(self._max_ghosts, GHOSTS_PER_STATE * len(self._records))
+        return source
+
+    def used(self, node: Node, now: float) -> None:
+        """A request resumed from the state at `node`. O(1)."""
+        record = self._records[node]
+        record.kind.count_use(now - record.since)
+        record.since = now
+        record.used = True
+        record.kind = self._enter(node.origin, True, None)
+
+    def evicted(self, node: Node) -> None:
+        """The state at `node` left the tree. O(1)."""
+        record = self._records.pop(node)
+        self._ghosts[record.mark] = _Ghost(record.kind, record.since)
+        self._ghosts.move_to_end(record.mark)
+        if len(self._ghosts) > self._max_ghosts:
+            self._ghosts.popitem(last=False)
+
+    def _resumed_from(self, node: Node) -> Node | None:
+        """The nearest ancestor whose state was or is in use; the other ones in between are the request's own."""
+        above = node.parent
+        while above is not None:
+            record = self._records.get(above)
+            if record is not None and (record.used or above.state_lock > 0):
+                return above
+            above = above.parent
+        return None
+
+    def _fingerprint(self, source: Node | None, node: Node) -> tuple[int, list[int]]:
+        """Hashes of all tokens up to `node`, and of those up to each multiple of `MARK_INTERVAL` after `source`.
+
+        The list begins with the last mark of `source` itself, which is 0 where there is none.
+        """
+        keys: list[bytes] = []
+        each: Node | None = node
+        while each is not None and each is not source:
+            keys.append(each.key_bytes)
+            each = each.parent
+        tokens = np.frombuffer(b"".join(reversed(keys)), dtype=np.int32)
+        start, before, mark = 0, 0, 0
+        if source is not None:
+            start, before, mark = source.length, self._records[source].prefix_hash, self._records[source].mark
+        hashes = self._hasher.extend(before, start, tokens)
+        to_next_mark = MARK_INTERVAL - start % MARK_INTERVAL
+        return int(hashes[-1]), [mark, *hashes[to_next_mark - 1 :: MARK_INTERVAL].tolist()]
+
+    def _enter(self, *key: Hashable) -> Kind:
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = Kind()
+        kind.count_state()
+        return kind
+
+
+def _closeness(known: int, length: int) -> int:
+    """0, 1 or 2: less than half, less than three quarters, or more of `length` tokens is known."""
+    new = length - known
+    return (2 * new <= length) + (4 * new <= length)
+
+
+class PrefixHasher:
+    """Hashes of all prefixes of a token sequence: sums of tokens times random weights of their places, modulo 2^64."""
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(0)
+        self._weights: NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
+
+    def extend(self, before: int, start: int, tokens: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """uint64 `[L]`: of the sequences that end with each of `tokens`, which follow `start` other ones.
+
+        `before` is the hash of those, 0 of none.
+        """
+        end = start + len(tokens)
+        if end > len(self._weights):
+            more = self._rng.integers(2**64, size=end, dtype=np.uint64)
+            self._weights = np.concatenate([self._weights, more])
+        # Token 0 has to count, too.
+        terms = (tokens.astype(np.uint64) + np.uint64(1)) * self._weights[start:end]
+        return np.cumsum(terms, dtype=np.uint64) + np.uint64(before)
