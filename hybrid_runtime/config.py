@@ -13,7 +13,7 @@ from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float64")
 STATE_DTYPES = ("float32", "float64")  # states accumulate over thousands of tokens: nothing narrower
-EVICTION_POLICIES = ("lru",)
+EVICTION_POLICIES = ("cost", "lru")
 INT64_MAX = 2**63 - 1
 
 _OPTIONAL_COUNTS = (
@@ -46,7 +46,7 @@ class RuntimeConfig:
     num_state_slots: int | None = None  # recurrent states that the state pool holds
     memory_bytes: int | None = None  # of both pools together; None: a share of the free memory
     enable_prefix_cache: bool = True
-    eviction: str = "lru"  # one of EVICTION_POLICIES
+    eviction: str = "cost"  # one of EVICTION_POLICIES: by what a state saves, or least recently used
     host_cache_bytes: int = 0  # of host memory, for what the pools evict
     host_cache_path: str | None = None  # a file to make, CPU only: these bytes are on disk, not in memory
     checkpoint_interval: int | None = None  # tokens between checkpoints inside a prompt; None: off
