@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hybrid_runtime.cache.cost import CostKVOrder, CostStateOrder
 from hybrid_runtime.cache.node import Node
 from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.receipt import LockReceipt
 from hybrid_runtime.cache.results import FreedSlots
+from hybrid_runtime.cache.tree import RadixTree
 from hybrid_runtime.errors import PoolExhausted
 from hybrid_runtime.memory.allocator import SlotAllocator
 from hybrid_runtime.scheduling.supply import SlotSupply
@@ -49,9 +52,9 @@ class Request:
 
 
 class RadixMachine(RuleBasedStateMachine):
-    policy = "lru"
+    policy: str
 
-    @initialize(num_kv_slots=st.sampled_from([12, 9, 7, 5]), num_state_slots=st.sampled_from([5, 4, 3, 2]))
+    @initialize(num_kv_slots=st.sampled_from([30, 20, 12, 7]), num_state_slots=st.sampled_from([9, 6, 4, 2]))
     def start(self, num_kv_slots, num_state_slots):
         self.cache = RadixCache(self.policy)
         self.naive = NaiveCache()
@@ -66,19 +69,26 @@ class RadixMachine(RuleBasedStateMachine):
     def witness(self, node: Node) -> None:
         """A state is about to go: all of it is there still."""
         prefix = prefix_of(node)
+        assert prefix not in self.victims
         assert (node.state_slot, node.origin) == self.naive.states[prefix]
         self.compare_path(node)
         self.victims.append(prefix)
 
     def next_kv_victim(self, leaves: Sequence[Prefix]) -> Prefix:
+        """Of the model's own leaves, the one that the cache chose."""
         victim = self.victims.popleft()
-        assert victim == self.naive.oldest_kv(leaves)
+        assert victim in leaves
         return victim
 
     def next_state_victim(self, prefixes: Sequence[Prefix]) -> Prefix:
+        """Of the model's own unlocked states, the one that the cache chose."""
         victim = self.victims.popleft()
-        assert victim == self.naive.oldest_state(prefixes)
+        assert victim in prefixes
         return victim
+
+    @property
+    def tree(self) -> RadixTree:
+        return self.cache._tree
 
     # What an engine does around the cache.
 
@@ -92,6 +102,7 @@ class RadixMachine(RuleBasedStateMachine):
             self.fail_to_take(self.supply.take_kv, n)
             return None
         missing = n - self.kv.num_free
+        self.order = self.tree.kv_order
         slots = self.supply.take_kv(n).tolist()
         self.naive.evict_kv(missing, self.next_kv_victim)
         assert not self.victims
@@ -104,6 +115,7 @@ class RadixMachine(RuleBasedStateMachine):
             self.fail_to_take(self.supply.take_states, n)
         n = min(n, available)
         missing = n - self.states.num_free
+        self.order = self.tree.state_order
         slots = self.supply.take_states(n).tolist()
         self.naive.evict_state(missing, self.next_state_victim)
         assert not self.victims
@@ -161,6 +173,7 @@ class RadixMachine(RuleBasedStateMachine):
         if own is not None:
             self.end(Request(tokens, own), lengths)
 
+    @precondition(lambda self: len(self.requests) < 4)
     @rule(tokens=sequences, match=st.booleans(), with_state=st.booleans(), num_new=st.integers(0, MAX_LENGTH))
     def admit(self, tokens, match, with_state, num_new):
         """Locks what matches before anything is evicted for it; undoes that if the slots don't suffice."""
@@ -210,6 +223,7 @@ class RadixMachine(RuleBasedStateMachine):
 
     # Locks of any node, and their parts.
 
+    @precondition(lambda self: len(self.locks) < 3 and self.cache.num_nodes)
     @rule(pick=picks, with_state=st.booleans())
     def lock_any_node(self, pick, with_state):
         nodes = [self.cache.root, *sorted(self.cache.nodes(), key=prefix_of)]
@@ -234,6 +248,7 @@ class RadixMachine(RuleBasedStateMachine):
     @rule(n=st.sampled_from([0, 1, 2, 3, 99]))
     def evict_kv(self, n):
         evictable = self.cache.num_evictable_kv
+        self.order = self.tree.kv_order
         freed = self.cache.evict_kv(n)
         assert len(freed.kv_slots) >= min(n, evictable)
         self.give_back(freed, self.naive.evict_kv(n, self.next_kv_victim))
@@ -243,11 +258,13 @@ class RadixMachine(RuleBasedStateMachine):
     @rule(n=st.sampled_from([0, 1, 2, 3, 99]))
     def evict_state(self, n):
         evictable = self.cache.num_evictable_states
+        self.order = self.tree.state_order
         freed = self.cache.evict_state(n)
         assert len(freed.state_slots) == min(n, evictable)
         self.give_back(freed, self.naive.evict_state(n, self.next_state_victim))
         assert not self.victims
 
+    @precondition(lambda self: self.cache.num_nodes > 2)
     @rule(excess=st.integers(1, 3))
     def ask_for_too_much(self, excess):
         self.fail_to_take(self.supply.take_kv, self.kv.num_free + self.cache.num_evictable_kv + excess)
@@ -341,6 +358,37 @@ class RadixMachine(RuleBasedStateMachine):
         assert self.states.num_free == self.states.num_slots
 
 
-TestRadixMachine = RadixMachine.TestCase
-# An example takes milliseconds and the interesting trees are rare: never fewer than 200 of them.
-TestRadixMachine.settings = settings(deadline=None, max_examples=max(200, settings().max_examples))
+class LRUMachine(RadixMachine):
+    """The model knows the victim."""
+
+    policy = "lru"
+
+    def next_kv_victim(self, leaves):
+        victim = super().next_kv_victim(leaves)
+        assert victim == self.naive.oldest_kv(leaves)
+        return victim
+
+    def next_state_victim(self, prefixes):
+        victim = super().next_state_victim(prefixes)
+        assert victim == self.naive.oldest_state(prefixes)
+        return victim
+
+
+class CostMachine(RadixMachine):
+    """What a member is worth depends on all that happened; that the victim has the lowest priority does not."""
+
+    policy = "cost"
+
+    def witness(self, node):
+        super().witness(node)
+        order = cast(CostKVOrder | CostStateOrder, self.order)
+        candidates = [member for member in order if order is self.tree.state_order or not member.children]
+        assert order.priority(node) == min(map(order.priority, candidates))
+
+
+# An example takes milliseconds and the interesting trees are rare: never fewer than 100 of them.
+TestLRUMachine = LRUMachine.TestCase
+TestCostMachine = CostMachine.TestCase
+TestLRUMachine.settings = TestCostMachine.settings = settings(
+    deadline=None, max_examples=max(100, settings().max_examples)
+)

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hybrid_runtime.cache.node import Node
+from hybrid_runtime.cache.radix_cache import RadixCache
 from profiles.cache_trace import TraceShape, make_supply, make_trace, run, serve
 from tests.cache.helpers import checkpoint, kv_contents, state_contents
 from tests.cache.naive_cache import NaiveCache
@@ -43,7 +45,7 @@ def test_the_trace_is_what_the_benchmark_says(trace):
 
 @pytest.mark.parametrize(
     ("num_requests", "num_kv_slots", "num_state_slots"),
-    [(2000, 1_000_000, 400), (1000, 4_000_000, 4_000)],
+    [(1000, 1_000_000, 400), (600, 4_000_000, 4_000)],
     ids=["state pressure", "no eviction"],
 )
 def test_at_full_size_the_cache_does_what_the_table_of_states_says(trace, num_requests, num_kv_slots, num_state_slots):
@@ -53,7 +55,7 @@ def test_at_full_size_the_cache_does_what_the_table_of_states_says(trace, num_re
     assert run(trace, supply) == model.run()
     cache = supply.cache
     cache.check()
-    in_tree = {cache.path_tokens(node).tobytes(): node.origin for node in cache.nodes() if node.state_slot is not None}
+    in_tree = {tokens: origin for tokens, (_, origin) in states_by_tokens(cache).items()}
     assert in_tree == {trace[i][:length].tobytes(): origin for i, length, origin in model.states}
     assert cache.num_kv_slots == model.num_kv
     assert cache.num_protected_kv == cache.num_protected_states == 0
@@ -107,6 +109,59 @@ def test_at_small_size_the_cache_does_what_the_dictionaries_say(num_kv_slots, nu
     assert kv_contents(supply.cache).keys() == naive.cache.kv.keys()
     origins = {prefix: origin for prefix, (_, origin) in naive.cache.states.items()}
     assert {prefix: origin for prefix, (_, origin) in state_contents(supply.cache).items()} == origins
+
+
+class ScanHeap:
+    """In place of the heap behind the orders of `cost`: looks through all members each time."""
+
+    def __init__(self) -> None:
+        self.places: dict[Node, tuple[float, int]] = {}
+        self.num_set = 0
+
+    def set(self, node: Node, priority: float) -> None:
+        self.num_set += 1
+        self.places[node] = priority, self.num_set
+
+    def discard(self, node: Node) -> None:
+        self.places.pop(node, None)
+
+    def priority(self, node: Node) -> float:
+        return self.places[node][0]
+
+    def first(self) -> Node | None:
+        return min(self.places, key=self.places.__getitem__, default=None)
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self.places
+
+    def __iter__(self):
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_kv_slots", "num_state_slots"),
+    [(SMALL, 700, 40), (SMALL, 2500, 25), (TraceShape(num_requests=1000), 1_000_000, 200)],
+    ids=["small, KV pressure", "small, state pressure", "state pressure"],
+)
+def test_under_cost_the_victim_is_what_a_scan_finds(monkeypatch, shape, num_kv_slots, num_state_slots):
+    trace = make_trace(shape)
+    supply = make_supply(num_kv_slots, num_state_slots, "cost")
+    outcome = run(trace, supply)
+    monkeypatch.setattr("hybrid_runtime.cache.cost.LazyHeap", ScanHeap)
+    scanned = make_supply(num_kv_slots, num_state_slots, "cost")
+    assert run(trace, scanned) == outcome
+    assert outcome.num_evicted_states > 100
+    assert states_by_tokens(scanned.cache) == states_by_tokens(supply.cache)
+    supply.cache.check()
+
+
+def states_by_tokens(cache: RadixCache) -> dict[bytes, tuple[int | None, str | None]]:
+    """State slot and origin by the tokens that lead there."""
+    nodes = [node for node in cache.nodes() if node.state_slot is not None]
+    return {cache.path_tokens(node).tobytes(): (node.state_slot, node.origin) for node in nodes}
 
 
 @pytest.fixture
