@@ -153,6 +153,15 @@ class HostCacheStats:
 
 
 @dataclass(frozen=True)
+class PrefixCacheFile:
+    """What was saved to a file of the prefix cache, or loaded from one."""
+
+    num_checkpoints: int
+    num_tokens: int  # whose KV is in the file, or was loaded: shared prefixes count once
+    num_bytes: int  # of the file, or of what was loaded
+
+
+@dataclass(frozen=True)
 class SchedulerStats:
     """The queues now, and what was run since the start."""
 

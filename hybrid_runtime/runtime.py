@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -13,14 +13,17 @@ from transformers import PreTrainedModel
 
 from hybrid_runtime.config import RuntimeConfig, invalid, require_int
 from hybrid_runtime.engine.build import build_engine
+from hybrid_runtime.engine.cache_file import load_cache, save_cache
 from hybrid_runtime.engine.intake import RequestIntake
+from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.prompts import PromptLike
 from hybrid_runtime.engine.request_factory import RequestFactory
 from hybrid_runtime.engine.request_group import Prompt, RequestGroup
 from hybrid_runtime.engine.stats import collect_stats
 from hybrid_runtime.inspection.view import PrefixCacheView
+from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.models.loading import load_model
-from hybrid_runtime.outputs import RequestOutput, RuntimeStats
+from hybrid_runtime.outputs import PrefixCacheFile, RequestOutput, RuntimeStats
 from hybrid_runtime.sampling_params import SamplingParams
 from hybrid_runtime.text.chat import ChatOptions, Message
 
@@ -239,6 +242,22 @@ class HybridRuntime:
         self._require_open()
         self._engine.reset_prefix_cache()
 
+    def save_prefix_cache(self, path: str | os.PathLike[str]) -> PrefixCacheFile:
+        """Writes all checkpoints and their KV, those of the host tier included, to one safetensors file.
+
+        May be called while requests run. Raises OSError where the file cannot be written; an older one is left then.
+        """
+        return self._run_on_cache("save_prefix_cache()", save_cache, path, harmless=BaseException)
+
+    def load_prefix_cache(self, path: str | os.PathLike[str]) -> PrefixCacheFile:
+        """Adds what `save_prefix_cache` wrote to the cache, as far as there are free slots, the most useful first.
+
+        Nothing that is cached is evicted for it; the host tier, if there is one, takes what does not fit the pools. May
+        be called while requests run. Raises ValueError, with nothing changed, for a file that is truncated or
+        corrupted or that other weights, dtypes or pool layouts left, and OSError for one that cannot be read.
+        """
+        return self._run_on_cache("load_prefix_cache()", load_cache, path, harmless=Exception)
+
     def stats(self) -> RuntimeStats:
         """Counters of pools, cache and scheduler, now."""
         self._require_open()
@@ -299,6 +318,23 @@ class HybridRuntime:
     def _is_known(self, request_id: str) -> bool:
         engine = self._engine
         return any(request_id in known for known in (engine.groups, engine.progressed, self._driven, self._undelivered))
+
+    def _run_on_cache(
+        self,
+        call: str,
+        work: Callable[[str | os.PathLike[str], EngineMemory, HybridModel], PrefixCacheFile],
+        path: str | os.PathLike[str],
+        *,
+        harmless: type[BaseException],
+    ) -> PrefixCacheFile:
+        self._require_open()
+        if not self.config.enable_prefix_cache:
+            raise ValueError(f"{call} needs a prefix cache: enable_prefix_cache is False")
+        if not isinstance(path, str | os.PathLike):
+            raise invalid("path", path, "must be a path")
+        return self._engine.run_between_steps(
+            call, lambda: work(path, self._engine.memory, self.model), harmless=harmless
+        )
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
 import nvtx
 
@@ -19,6 +20,8 @@ from hybrid_runtime.scheduling.scheduler import DecodeRow, PrefillChunk, Schedul
 from hybrid_runtime.text.detokenizer import TokenDecoder
 
 _LOGGER = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -109,6 +112,25 @@ class Engine:
         self._do("reset_prefix_cache()", work)
         if self.scheduler.running:
             raise RuntimeError(f"{len(self.scheduler.running)} requests are running on the prefix cache")
+
+    def run_between_steps(self, call: str, work: Callable[[], T], *, harmless: type[BaseException] = Exception) -> T:
+        """Runs `work` while no step runs, and returns its result.
+
+        After an exception of the kind `harmless` everything must be as before; after any other the engine starts over.
+        """
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def guarded() -> None:
+            try:
+                results.append(work())
+            except harmless as error:
+                errors.append(error)
+
+        self._do(call, guarded)
+        if errors:
+            raise errors[0]
+        return results[0]
 
     def require_idle(self, call: str) -> None:
         """Raises ReentrantCallError if `call` comes from within another call of the engine."""

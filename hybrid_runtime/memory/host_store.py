@@ -86,42 +86,56 @@ class MemorySlots:
             torch.cuda.current_stream(self._device).synchronize()
 
 
+class PoolSlots:
+    """The slots of a pool on the device, for copies from and to the outside."""
+
+    def __init__(self, pool: Pool, device: torch.device) -> None:
+        self._pool = pool
+        self._device = device
+
+    def write(self, slots: SlotArray, rows: Rows) -> None:
+        indices = self._indices(slots)
+        for layer, given in zip(self._pool.layers, rows, strict=True):
+            for name, tensor in layer.items():
+                tensor[indices] = given[name].to(self._device)
+
+    def read(self, slots: SlotArray, device: torch.device) -> Rows:
+        indices = self._indices(slots)
+        return tuple(
+            {name: tensor[indices].to(device) for name, tensor in layer.items()} for layer in self._pool.layers
+        )
+
+    def close(self) -> None:
+        """Nothing: the pool is the engine's."""
+
+    def _indices(self, slots: SlotArray) -> Tensor:
+        return torch.as_tensor(slots.astype(np.int64), device=self._device)
+
+
 class TierPool:
-    """A pool of the device together with the slots outside that its contents are copied from and to."""
+    """The slots of a pool on the device together with those outside that its contents are copied from and to."""
 
     def __init__(self, pool: Pool, layers: Sequence[LayerSpec], outside: SlotContents, device: torch.device) -> None:
-        self.pool = pool
+        self.inside = PoolSlots(pool, device)
         self.outside = outside
         self._device = device
         self._chunk = max(1, MAX_CHUNK_BYTES // max(1, bytes_per_slot(layers)))
 
     def save(self, sources: SlotArray, destinations: SlotArray) -> None:
         """Copies from the device's slots to those outside."""
-        for part in self._chunks(len(sources)):
-            self.outside.write(destinations[part], gather(self.pool, sources[part], self._device))
+        for part in chunks(len(sources), self._chunk):
+            self.outside.write(destinations[part], self.inside.read(sources[part], self._device))
 
     def restore(self, sources: SlotArray, destinations: SlotArray) -> None:
         """Copies from the slots outside to the device's."""
-        for part in self._chunks(len(sources)):
-            scatter(self.pool, destinations[part], self.outside.read(sources[part], self._device), self._device)
-
-    def _chunks(self, length: int) -> Iterator[slice]:
-        for start in range(0, length, self._chunk):
-            yield slice(start, start + self._chunk)
+        for part in chunks(len(sources), self._chunk):
+            self.inside.write(destinations[part], self.outside.read(sources[part], self._device))
 
 
-def gather(pool: Pool, slots: SlotArray, device: torch.device) -> Rows:
-    """A copy of the contents of a pool's slots, on the pool's device."""
-    indices = _indices(slots, device)
-    return tuple({name: tensor[indices] for name, tensor in layer.items()} for layer in pool.layers)
-
-
-def scatter(pool: Pool, slots: SlotArray, rows: Rows, device: torch.device) -> None:
-    """Writes contents to a pool's slots; the pool is on `device`, `rows` may be anywhere."""
-    indices = _indices(slots, device)
-    for layer, given in zip(pool.layers, rows, strict=True):
-        for name, tensor in layer.items():
-            tensor[indices] = given[name].to(device)
+def chunks(length: int, size: int) -> Iterator[slice]:
+    """Cuts `range(length)` into pieces of at most `size`."""
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
 
 
 def runs(slots: SlotArray) -> Iterator[tuple[int, int, int]]:
@@ -140,7 +154,3 @@ def _unpin(tensors: list[Tensor], device: torch.device) -> None:
         torch.cuda.synchronize(device)
     while tensors:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(tensors.pop().data_ptr()))
-
-
-def _indices(slots: SlotArray, device: torch.device) -> Tensor:
-    return torch.as_tensor(slots.astype(np.int64), device=device)

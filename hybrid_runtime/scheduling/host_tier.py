@@ -84,7 +84,7 @@ class HostTier:
         self.state_slot_bytes = state_slot_bytes
         self.counts = HostTierCounts()
         self._device = device
-        self._store = store
+        self.store = store
         self._min_saving = max(1, min_saving)
         device.on_evict = self.save
 
@@ -109,7 +109,7 @@ class HostTier:
             with _locked(self.host, held):
                 pass  # a use: the device had it for as long as it was of use there
             return
-        moved = self._move(self._device, node, self.host, self._store.save, hold=nullcontext())
+        moved = self._move(self._device, node, self.host, self.store.save, hold=nullcontext())
         if isinstance(moved, OSError):
             self._note_failure("saving", moved)
         elif moved is None:
@@ -132,7 +132,7 @@ class HostTier:
             self.host,
             match.node,
             self._device,
-            self._store.restore,
+            self.store.restore,
             hold=_locked(self.host, match.node),
             spare_kv=num_kv - match.state_length,
             spare_states=1,
@@ -152,7 +152,7 @@ class HostTier:
 
     def close(self) -> None:
         """Gives the store's memory back; nothing can be saved or restored afterwards."""
-        self._store.close()
+        self.store.close()
 
     def start_over(self) -> None:
         """Declares the host empty, whoever owned what."""

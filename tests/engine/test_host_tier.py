@@ -228,6 +228,15 @@ def test_kv_that_the_host_has_is_not_copied_again() -> None:
     assert tiers.tier.counts.num_saved_tokens == 7
 
 
+def test_a_path_is_not_evicted_for_its_own_continuation() -> None:
+    tiers = TwoTiers(num_kv=20, num_states=4, host_kv=10, host_states=3)
+    for tokens in ([1, 2, 3, 4], [9, 8, 7, 6, 5], [1, 2, 3, 4, 5, 6]):
+        tiers.visit(tokens)
+        tiers.device.release_states(tiers.device.take_states(4))
+    assert tiers.tier.counts.num_saved_tokens == 4 + 5 + 2
+    assert [len(prefix) for prefix in state_contents(tiers.tier.host.cache)] == [4, 6]
+
+
 def test_nothing_comes_back_for_less_than_min_saving() -> None:
     tiers = TwoTiers(num_kv=12, num_states=2, host_kv=100, host_states=20, min_saving=5)
     for first, length in ((1, 4), (2, 5), (3, 6), (4, 6)):
