@@ -10,28 +10,29 @@ from numpy.typing import NDArray
 from hybrid_runtime.cache.node import TokenArray
 
 DEFAULT_CAPACITY = 4096
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so its powers never vanish modulo 2^64
 
 
 class GhostIndex:
     """The lengths and fingerprints of the prefixes whose states were evicted last, at most `capacity` of them.
 
-    A fingerprint is a polynomial hash of the tokens modulo 2^64, so those of all prefixes of a prompt come from one
-    pass. Two prefixes may share one; what an answer is used for must allow that.
+    A fingerprint is the sum of the tokens times random weights of their places, modulo 2^64, so those of all prefixes
+    of a prompt come from one pass. Two prefixes may share one; what an answer is used for must allow that.
     """
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
         self._capacity = capacity
         self._members: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._num_of_length: Counter[int] = Counter()
-        self._powers: NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
+        self._rng = np.random.default_rng(0)
+        self._weights: NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
 
     def __len__(self) -> int:
         return len(self._members)
 
     def remember(self, tokens: TokenArray) -> None:
         """Notes that the state after `tokens` (int32 `[L]`, at least one) was evicted. O(L)."""
-        member = (len(tokens), int(self._prefix_hashes(tokens)[-1]))
+        # One dot product: this is done for every eviction, and costs less than finding the victim.
+        member = (len(tokens), int(tokens.astype(np.uint64) @ self._first_weights(len(tokens))))
         if member in self._members:
             self._members.move_to_end(member)
             return
@@ -48,17 +49,15 @@ class GhostIndex:
         lengths = [length for length in self._num_of_length if length <= len(tokens)]
         if not lengths:
             return 0
-        hashes = self._prefix_hashes(tokens)
+        hashes = np.cumsum(tokens.astype(np.uint64) * self._first_weights(len(tokens)), dtype=np.uint64)
         return max((length for length in lengths if (length, int(hashes[length - 1])) in self._members), default=0)
 
     def clear(self) -> None:
         self._members.clear()
         self._num_of_length.clear()
 
-    def _prefix_hashes(self, tokens: TokenArray) -> NDArray[np.uint64]:
-        """`[L]`: of `tokens[:1]`, `tokens[:2]`, ..."""
-        if len(self._powers) < len(tokens):
-            self._powers = np.cumprod(np.full(2 * len(tokens), _MULTIPLIER), dtype=np.uint64)
-        # A token's own bits are spread before the sum, and token 0 must count, too.
-        spread = (tokens.astype(np.uint64) + np.uint64(1)) * _MULTIPLIER
-        return np.cumsum((spread ^ (spread >> np.uint64(29))) * self._powers[: len(tokens)], dtype=np.uint64)
+    def _first_weights(self, count: int) -> NDArray[np.uint64]:
+        if len(self._weights) < count:
+            more = self._rng.integers(2**64, size=2 * count - len(self._weights), dtype=np.uint64)
+            self._weights = np.concatenate([self._weights, more])
+        return self._weights[:count]

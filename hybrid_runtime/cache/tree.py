@@ -223,10 +223,10 @@ class RadixTree:
         first = node
         while node.parent is not None and not node.children and node.state_slot is None and node.kv_lock == 0:
             parent = node.parent
+            self.kv_order.forget(node)
             del parent.children[int(node.key[0])]
             node.parent = None
             collector.add_kv(node.kv_slots)
-            self.kv_order.forget(node)
             self.num_nodes -= 1
             self.num_kv_slots -= len(node.kv_slots)
             self.num_evictable_kv -= len(node.kv_slots)
