@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_runtime.cache.node import Node
+from hybrid_runtime.cache.node import Node, TokenArray
 
 MARK_INTERVAL = 64
 """Evicted states are recognised by their tokens up to the last multiple of this."""
@@ -47,7 +47,7 @@ class Kind:
             self._sum_waits /= 2
 
     def uncount_state(self) -> None:
-        """A state turned out to be of another kind."""
+        """A state that was counted turned out to be of another kind."""
         self._num_states = max(self._num_states - 1, self._num_uses)
 
     def count_use(self, wait: float) -> None:
@@ -60,14 +60,21 @@ class Kind:
 class _Record:
     """What is known of a state: `since` is the clock at its last use, `used` whether it was resumed from.
 
-    `prefix_hash` is of all its tokens, `mark` of those up to the last multiple of `MARK_INTERVAL`.
+    `known` is how many of its tokens were known before its request, `prefix_hash` the hash of all of them, and `mark`
+    of those up to the last multiple of `MARK_INTERVAL` (0 if that is none).
     """
 
     kind: Kind
     since: float
     used: bool
+    known: int
     prefix_hash: int
     mark: int
+
+    def change_kind(self, kind: Kind) -> None:
+        self.kind.uncount_state()
+        self.kind = kind
+        kind.count_state()
 
 
 @dataclass(slots=True)
@@ -127,21 +134,33 @@ class ReuseHistory:
 
         O(tokens and nodes between the two).
         """
-        source = self._resumed_from(node)
-        known = 0 if source is None else source.length
-        prefix_hash, marks = self._fingerprint(source, node)
-        # Neither this search nor the rest of this method takes one step of Python for each mark.
-        found = next(filter(self._ghosts.__contains__, reversed(marks[1:])), None)
+        above = self._nearest(node.parent, in_use=False)
+        source = self._nearest(above, in_use=True)
+        if above is None:
+            start, prefix_hash, mark, known = 0, 0, 0, 0
+        else:
+            record = self._records[above]
+            start, prefix_hash, mark = above.length, record.prefix_hash, record.mark
+            # A state nobody resumed from, above a new one, was left by the same request.
+            known = above.length if above is source else record.known
+        hashes = self._hasher.extend(prefix_hash, start, _tokens_between(above, node))
+        marks = hashes[MARK_INTERVAL - 1 - start % MARK_INTERVAL :: MARK_INTERVAL].tolist()
+        # Neither this search nor the rest of the method takes a step of Python for each mark.
+        found = next(filter(self._ghosts.__contains__, reversed(marks)), None)
         if found is not None:
             self._ghosts[found].count_use(now)
-            known = (known // MARK_INTERVAL + marks.index(found)) * MARK_INTERVAL
-        returned = found == marks[-1]
+            known = (start // MARK_INTERVAL + 1 + marks.index(found)) * MARK_INTERVAL
         if source is not None:
-            record = self._records[source]
-            record.kind.uncount_state()
-            record.kind = self._enter(source.origin, True, _closeness(source.length, node.length))
-        kind = self._enter(node.origin, returned, None if returned else _closeness(known, node.length))
-        self._records[node] = _Record(kind, now, returned, prefix_hash, marks[-1])
+            self._records[source].change_kind(self._kind(source.origin, _closeness(source.length, node.length)))
+        mark = marks[-1] if marks else mark
+        returned = found == mark
+        kind = (
+            self._kind(node.origin, None)
+            if returned
+            else self._kind(node.origin, "new", _closeness(known, node.length))
+        )
+        kind.count_state()
+        self._records[node] = _Record(kind, now, False, known, int(hashes[-1]), mark)
         self._max_ghosts = max(self._max_ghosts, GHOSTS_PER_STATE * len(self._records))
         return source
 
@@ -151,7 +170,8 @@ class ReuseHistory:
         record.kind.count_use(now - record.since)
         record.since = now
         record.used = True
-        record.kind = self._enter(node.origin, True, None)
+        record.kind = self._kind(node.origin, None)
+        record.kind.count_state()
 
     def evicted(self, node: Node) -> None:
         """The state at `node` left the tree. O(1)."""
@@ -161,40 +181,30 @@ class ReuseHistory:
         if len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
 
-    def _resumed_from(self, node: Node) -> Node | None:
-        """The nearest ancestor whose state was or is in use; the other ones in between are the request's own."""
-        above = node.parent
-        while above is not None:
-            record = self._records.get(above)
-            if record is not None and (record.used or above.state_lock > 0):
-                return above
-            above = above.parent
+    def _nearest(self, node: Node | None, *, in_use: bool) -> Node | None:
+        """The first of `node` and its ancestors that has a state, which if `in_use` some request resumed from."""
+        while node is not None:
+            record = self._records.get(node)
+            if record is not None and (not in_use or record.used or node.state_lock > 0):
+                return node
+            node = node.parent
         return None
 
-    def _fingerprint(self, source: Node | None, node: Node) -> tuple[int, list[int]]:
-        """Hashes of all tokens up to `node`, and of those up to each multiple of `MARK_INTERVAL` after `source`.
-
-        The list begins with the last mark of `source` itself, which is 0 where there is none.
-        """
-        keys: list[bytes] = []
-        each: Node | None = node
-        while each is not None and each is not source:
-            keys.append(each.key_bytes)
-            each = each.parent
-        tokens = np.frombuffer(b"".join(reversed(keys)), dtype=np.int32)
-        start, before, mark = 0, 0, 0
-        if source is not None:
-            start, before, mark = source.length, self._records[source].prefix_hash, self._records[source].mark
-        hashes = self._hasher.extend(before, start, tokens)
-        to_next_mark = MARK_INTERVAL - start % MARK_INTERVAL
-        return int(hashes[-1]), [mark, *hashes[to_next_mark - 1 :: MARK_INTERVAL].tolist()]
-
-    def _enter(self, *key: Hashable) -> Kind:
+    def _kind(self, *key: Hashable) -> Kind:
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = Kind()
-        kind.count_state()
         return kind
+
+
+def _tokens_between(above: Node | None, node: Node) -> TokenArray:
+    """The tokens after those of `above` (None for the root) up to `node`, which is below it."""
+    keys: list[bytes] = []
+    each: Node | None = node
+    while each is not None and each is not above:
+        keys.append(each.key_bytes)
+        each = each.parent
+    return np.frombuffer(b"".join(reversed(keys)), dtype=np.int32)
 
 
 def _closeness(known: int, length: int) -> int:
@@ -210,7 +220,7 @@ class PrefixHasher:
         self._rng = np.random.default_rng(0)
         self._weights: NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
 
-    def extend(self, before: int, start: int, tokens: NDArray[np.int32]) -> NDArray[np.uint64]:
+    def extend(self, before: int, start: int, tokens: TokenArray) -> NDArray[np.uint64]:
         """uint64 `[L]`: of the sequences that end with each of `tokens`, which follow `start` other ones.
 
         `before` is the hash of those, 0 of none.
