@@ -92,7 +92,8 @@ def random_planter(seed: int, num_sequences: int, alphabet: int = 4, max_length:
         if action < 0.2:
             planter.hit(node, rng.randint(1, 3))
         elif action < 0.3:
-            planter.cache.lock(node)
+            for _ in range(rng.randint(1, 2)):
+                planter.cache.lock(node)
         elif action < 0.35:
             planter.cache.lock_kv(node)
         elif action < 0.6:
@@ -194,6 +195,7 @@ class Page(HTMLParser):
         self.texts: list[str] = []
         self.max_nesting = 0
         self.num_open_rows = 0
+        self.num_open_folds_in_closed = 0
         self._closed_folds = 0
         self.feed(source)
         self.close()
@@ -206,7 +208,10 @@ class Page(HTMLParser):
         classes = (dict(attrs).get("class") or "").split()
         is_row = "r" in classes and "head" not in classes
         # A fold that is closed hides all but its summary.
-        self._closed_folds += tag == "details" and "open" not in dict(attrs)
+        if tag == "details":
+            is_open = "open" in dict(attrs)
+            self.num_open_folds_in_closed += is_open and self._closed_folds > 0
+            self._closed_folds += not is_open
         self.stack.append((tag, "row" if is_row else "open" if "open" in dict(attrs) else ""))
         self.max_nesting = max(self.max_nesting, len(self.stack))
         if is_row:
