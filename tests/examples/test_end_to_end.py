@@ -67,6 +67,7 @@ def test_section_3_2_copy_on_write(rt: HybridRuntime) -> None:
     Nothing to correct: the tree's slot 1 still holds the state after the system prompt when the request has ended.
     """
     engine = rt._engine
+    engine.scheduler.max_num_batched_tokens = 4  # so that the lock of the match outlives the first step
     give_first(rt, kv=[], states=[50, 51])
     of_the_tree = state_of(rt, 1)
     poison_free_slots(rt)
@@ -84,8 +85,9 @@ def test_section_3_2_copy_on_write(rt: HybridRuntime) -> None:
 
     [request] = engine.scheduler.waiting
     rt.step()
-    assert request.resident.working_slot == 50
-    assert not request.resident.receipt.holds_state
+    assert (request.resident.working_slot, request.num_computed_tokens) == (50, 34)
+    assert request.resident.receipt.node.length == 30
+    assert not request.resident.receipt.holds_state, "a running request would pin a state"
     assert not any(map(torch.equal, state_of(rt, 50), of_the_tree))
     finish(rt)
     assert all(map(torch.equal, state_of(rt, 1), of_the_tree))
