@@ -18,12 +18,17 @@ def test_transcript() -> None:
     assert result.failed == 0
 
 
-def test_the_code_under_use_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_under_use_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     code = re.search(r"## Use\n+```python\n(.*?)```", README, re.S)
     assert code is not None
     exec(compile(code.group(1), "README.md", "exec"), {})
     printed = capsys.readouterr().out
-    assert "RuntimeStats(" in printed
+    assert "CacheStats(" in printed
+    assert "hint" in printed, "the tree was not drawn"
+    assert (tmp_path / "cache.safetensors").stat().st_size > 0
     header_hits = re.findall(r" (\d+) None$", printed, re.M)
     assert len(header_hits) == 2
     assert min(map(int, header_hits)) > 0
