@@ -229,7 +229,7 @@ def test_kv_that_the_host_has_is_not_copied_again() -> None:
 
 
 def test_a_path_is_not_evicted_for_its_own_continuation() -> None:
-    tiers = TwoTiers(num_kv=20, num_states=4, host_kv=10, host_states=3)
+    tiers = TwoTiers(num_kv=20, num_states=4, host_kv=10, host_states=3, min_saving=5)
     for tokens in ([1, 2, 3, 4], [9, 8, 7, 6, 5], [1, 2, 3, 4, 5, 6]):
         tiers.visit(tokens)
         tiers.device.release_states(tiers.device.take_states(4))
