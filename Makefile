@@ -7,7 +7,7 @@ LONG_RESULTS ?= profiles/results/test_long.json
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format test-long train-tiny clean
+.PHONY: demo test lint format test-long faults train-tiny clean
 
 demo: $(INSTALLED)  ## generate on the bundled model, cold and warm
 	$(BIN)/python -m hybrid_runtime.demo
@@ -27,6 +27,9 @@ format: $(INSTALLED)
 test-long: $(INSTALLED)  ## the property tests with thousands of examples, about an hour; SEED=... repeats a run
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m hypothesis --timeout 0 --hypothesis-seed=$(SEED) \
 		-p tests.long_run --long-results $(LONG_RESULTS)
+
+faults: $(INSTALLED)  ## plant each known kind of fault in a copy, and see that the tests notice: minutes
+	$(BIN)/python -m tests.faults
 
 train-tiny: $(INSTALLED)  ## train the bundled checkpoint from scratch: over an hour
 	$(BIN)/python -m hybrid_runtime.training train --out build/tiny --minutes 74
