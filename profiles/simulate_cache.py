@@ -9,9 +9,10 @@ tokens. An id stands for a block and all that precedes it.
 
 Conventions: the requests run one after the other, in file order. Token t of block h is the pair (h, t); the last block
 of a prompt may be a part. Outputs are not inserted. KV is unlimited unless `--kv-blocks` says how many blocks of it
-there are; the two bounds always have all. State slots are taken by checkpoints only. A checkpoint is kept at the last whole block boundary before the prompt's end (tail) and at the last block that
-the tree's keys match, if the state that the request resumes from is above it (junction). The rate is cached tokens over
-input tokens. The column "lru, checkpoint every 2,048" has a checkpoint every 2,048 tokens and at the tail.
+there are; the two bounds always have all. State slots are taken by checkpoints only. A checkpoint is kept at the last
+whole block boundary before the prompt's end (tail) and at the last block that the tree's keys match, if the state that
+the request resumes from is above it (junction). The column "lru, checkpoint every 2,048" has one every 2,048 tokens and
+at the tail instead. The rate is cached tokens over input tokens.
 
 A block is represented by `--tokens-per-block` tokens instead of 512. The tree splits only at block boundaries, and
 policies look at lengths only relative to each other (`cost` divides by no constant length), so that every number of
