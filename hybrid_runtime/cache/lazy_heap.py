@@ -33,13 +33,12 @@ class LazyHeap:
         self._num_set += 1  # no two entries share a number, so nodes are never compared
         self._current[node] = priority, self._num_set
         heapq.heappush(self._entries, (priority, self._num_set, node))
-        if len(self._entries) > 2 * len(self._current) + _SLACK:
-            self._entries = [(*place, node) for node, place in self._current.items()]
-            heapq.heapify(self._entries)
+        self._tidy()
 
     def discard(self, node: Node) -> None:
         """Ends the membership of `node`, if it is a member."""
         self._current.pop(node, None)
+        self._tidy()
 
     def priority(self, node: Node) -> float:
         return self._current[node][0]
@@ -51,6 +50,11 @@ class LazyHeap:
                 return node
             heapq.heappop(self._entries)
         return None
+
+    def _tidy(self) -> None:
+        if len(self._entries) > 2 * len(self._current) + _SLACK:
+            self._entries = [(*place, node) for node, place in self._current.items()]
+            heapq.heapify(self._entries)
 
     def __contains__(self, node: object) -> bool:
         return node in self._current
