@@ -113,7 +113,7 @@ class CheckedWriter:
     def _finish(self) -> None:
         assert self._num_rows == {name: entry.shape[0] for name, entry in self._entries.items()}
         checksum = _checksum(self._header, [digest.digest() for digest in self._digests.values()])
-        header = self._header.replace(NO_CHECKSUM.encode(), checksum.encode())
+        header = self._header.replace(_field(NO_CHECKSUM), _field(checksum))
         _write_all(self._file.fileno(), memoryview(header), 0)
         os.fsync(self._file.fileno())
         os.replace(self._temporary, self._path)
@@ -173,7 +173,7 @@ class CheckedReader:
             raise self.damaged(f"its header cannot be read ({type(error).__name__}: {error})") from error
         if not all(isinstance(value, str) for value in metadata.values()):
             raise self.damaged("its metadata are not all strings")
-        if not re.fullmatch("[0-9a-f]{64}", checksum) or header.count(checksum.encode()) != 1:
+        if not re.fullmatch("[0-9a-f]{64}", checksum) or header.count(_field(checksum)) != 1:
             raise self.damaged("its header has no checksum")
         end = len(header)
         for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
@@ -196,7 +196,7 @@ class CheckedReader:
                 digest.update(part)
             digests.append(digest.digest())
         stated = self.metadata[CHECKSUM]
-        if _checksum(header.replace(stated.encode(), NO_CHECKSUM.encode()), digests) != stated:
+        if _checksum(header.replace(_field(stated), _field(NO_CHECKSUM)), digests) != stated:
             raise self.damaged("its checksum does not fit its contents")
 
     def _read_into(self, data: memoryview, offset: int) -> None:
@@ -234,6 +234,11 @@ def _parse_entry(value: Any, start: int) -> TensorEntry:
     if entry.num_bytes != end - begin:
         raise ValueError("a tensor's shape does not fit its place")
     return entry
+
+
+def _field(checksum: str) -> bytes:
+    """The checksum as it stands in a header."""
+    return f'"{CHECKSUM}":"{checksum}"'.encode()
 
 
 def _checksum(header: bytes, digests: Sequence[bytes]) -> str:

@@ -6,6 +6,7 @@ Shapes: N slots of one call; a trailing `...` is what one slot holds in one tens
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,8 +92,10 @@ class FileSlots:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of `[N, ...]` as uint8 `[N, bytes of one slot]`, on the CPU."""
-    flat = tensor.cpu().contiguous().reshape(len(tensor), -1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(len(tensor), 0, dtype=torch.uint8)
+    slot_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+    if not tensor.numel():
+        return torch.empty(len(tensor), slot_bytes, dtype=torch.uint8)
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).reshape(len(tensor), slot_bytes)
 
 
 def _pack(rows: Rows, num_slots: int) -> Tensor:

@@ -25,8 +25,8 @@ STRIDE = 997
 
 
 @contextmanager
-def interrupt_at_lines(counts: Sequence[int]) -> Iterator[Callable[[], None]]:
-    """Raises KeyboardInterrupt before each of the `counts`-th lines that run inside `HybridRuntime.step` or `generate`.
+def interrupt_at_lines(counts: Sequence[int], entries: Sequence[str] = ENTRIES) -> Iterator[Callable[[], None]]:
+    """Raises KeyboardInterrupt before each of the `counts`-th lines that run inside the `entries` of `HybridRuntime`.
 
     Yields a function to be called after each interrupt, because an exception in a trace function ends the tracing. The
     one line that is passed over is the return from `step`: nothing can give back what an interrupt takes on its way to
@@ -38,7 +38,7 @@ def interrupt_at_lines(counts: Sequence[int]) -> Iterator[Callable[[], None]]:
         code = frame.f_code
         if not code.co_filename.startswith(BOOKKEEPING):
             return None
-        if code.co_name in ENTRIES and code.co_filename.endswith("runtime.py"):
+        if code.co_name in entries and code.co_filename.endswith("runtime.py"):
             state["inside"] += {"call": 1, "return": -1}.get(event, 0)
         if event == "line" and state["inside"]:
             if linecache.getline(code.co_filename, frame.f_lineno).strip() == "return outputs":

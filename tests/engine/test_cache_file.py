@@ -1,0 +1,447 @@
+"""Prefix caches that are saved and loaded: all of it, what fits of it, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from hybrid_runtime import HybridRuntime
+from hybrid_runtime.engine import cache_file
+from hybrid_runtime.engine.checked_tensors import CheckedWriter
+from tests.cache.helpers import Prefix, state_contents
+from tests.engine.cache_content import assert_content
+from tests.engine.helpers import (
+    MIXER_KINDS,
+    assert_idle,
+    greedy,
+    model_of,
+    random_tokens,
+    runtime_of,
+    solo_tokens,
+    tokens_of,
+)
+from tests.engine.test_interrupts import interrupt_at_lines
+
+ROOT = Path(__file__).parents[2]
+
+
+def _prompts() -> list[list[int]]:
+    """Two groups of three that start with the same 12 tokens, and a short one."""
+    rng = np.random.default_rng(11)
+    starts = [random_tokens(rng, 12) for _ in range(2)]
+    return [[*start, *random_tokens(rng, 6)] for start in starts for _ in range(3)] + [random_tokens(rng, 4)]
+
+
+def _fill(rt: HybridRuntime) -> list[int]:
+    """Runs the prompts; returns what each hits when it comes again."""
+    prompts = _prompts()
+    for prompt in prompts:
+        rt.generate(prompt, greedy(3))
+    return [len(prompt) - 1 for prompt in prompts]
+
+
+def _checkpoints(rt: HybridRuntime) -> dict[Prefix, str | None]:
+    """Prefix and origin of every checkpoint of the device's tree."""
+    return {prefix: origin for prefix, (_, origin) in state_contents(rt._engine.memory.cache).items()}
+
+
+def _everything(rt: HybridRuntime) -> Any:
+    """The trees with their slots and orders, and the free lists: whatever a failed load must not change."""
+    memory = rt._engine.memory
+    assert memory.tier is not None
+    return [
+        [
+            [
+                (node.length, node.key.tolist(), node.kv_slots.tolist(), node.state_slot, node.origin, node.last_used)
+                for node in supply.cache.nodes()
+            ],
+            sorted(supply.kv.free_slots().tolist()),
+            sorted(supply.states.free_slots().tolist()),
+        ]
+        for supply in (memory.supply, memory.tier.host)
+    ]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of a runtime on the Mamba-2 model that ran the prompts."""
+    path = tmp_path_factory.mktemp("saved") / "cache.safetensors"
+    with runtime_of("mamba2", min_saving=1) as rt:
+        _fill(rt)
+        rt.save_prefix_cache(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reader() -> Any:
+    """A runtime with a host tier that has something of its own cached in both, to load into."""
+    with runtime_of(
+        "mamba2", num_kv_slots=200, num_state_slots=5, max_model_len=60, host_cache_bytes=1_000_000, min_saving=1
+    ) as rt:
+        rng = np.random.default_rng(12)
+        for _ in range(4):
+            rt.generate(random_tokens(rng, 15), greedy(2))
+        yield rt
+
+
+@pytest.mark.parametrize("kind", MIXER_KINDS)
+def test_a_loaded_cache_is_the_saved_one(kind: str, tmp_path: Path) -> None:
+    prompts = _prompts()
+    expected = solo_tokens(kind, prompts, [6] * len(prompts))
+    path = tmp_path / "cache"
+    with runtime_of(kind, min_saving=1, checkpoint_interval=5) as rt:
+        wanted_hits = _fill(rt)
+        checkpoints = _checkpoints(rt)
+        result = rt.save_prefix_cache(path)
+        assert result.num_checkpoints == len(checkpoints) == rt.prefix_cache.num_state_slots
+        assert result.num_tokens == rt.prefix_cache.num_kv_slots
+        assert result.num_bytes == path.stat().st_size
+        assert _checkpoints(rt) == checkpoints  # saving changes nothing
+    assert list(tmp_path.iterdir()) == [path]
+    with runtime_of(kind, min_saving=1) as rt:
+        loaded = rt.load_prefix_cache(path)
+        assert (loaded.num_checkpoints, loaded.num_tokens) == (result.num_checkpoints, result.num_tokens)
+        assert _checkpoints(rt) == checkpoints
+        rt._engine.memory.check([])
+        assert_content(rt, kind)
+        outputs = [rt.generate(prompt, greedy(6))[0] for prompt in prompts]
+        assert [output.num_cached_tokens for output in outputs] == wanted_hits
+        assert tokens_of(outputs) == expected
+        assert rt.load_prefix_cache(path).num_checkpoints == 0  # it has it all
+        assert_idle(rt)
+
+
+def test_the_file_is_a_safetensors_file_that_others_can_read(saved: Path) -> None:
+    tensors = safetensors.torch.load_file(saved)
+    with safetensors.safe_open(saved, "pt") as file:
+        metadata = file.metadata()
+    assert metadata["format"] == "hybrid_runtime.prefix_cache"
+    assert metadata["version"] == "1"
+    assert set(json.loads(metadata["origins"])) >= {"tail", "final"}
+    num_tokens, num_states = len(tensors["tokens"]), len(tensors["checkpoints"])
+    assert tensors["lengths"].sum() == num_tokens
+    assert tensors["kv.0.k"].shape[0] == num_tokens
+    assert tensors["state.0.ssm"].shape[0] == num_states == len(tensors["origins"])
+    assert tensors["state.0.ssm"].dtype == torch.float64
+
+
+def test_an_empty_cache_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    with runtime_of("gdn") as rt:
+        assert rt.save_prefix_cache(tmp_path / "empty").num_checkpoints == 0
+        assert rt.load_prefix_cache(tmp_path / "empty").num_checkpoints == 0
+        assert_idle(rt)
+
+
+def test_what_fits_is_loaded_and_the_most_recent_first(saved: Path) -> None:
+    """Pools for a part of it, in a runtime that has something cached: that stays, and the last used comes."""
+    prompts = _prompts()
+    own = [150 - token for token in prompts[0]]
+    for num_kv, num_states in ((40, 60), (2000, 5), (24, 3)):
+        with runtime_of("mamba2", num_kv_slots=num_kv, num_state_slots=num_states, max_model_len=24) as rt:
+            rt.warmup(own[:4])
+            before = _checkpoints(rt)
+            loaded = rt.load_prefix_cache(saved)
+            rt._engine.memory.check([])
+            after = _checkpoints(rt)
+            assert before.items() <= after.items()
+            assert 0 < loaded.num_checkpoints == len(after) - len(before)
+            assert tuple(prompts[-1][:3]) in after  # of the last prompt
+            assert tuple(prompts[0][:17]) not in after  # of the first
+            assert_content(rt, "mamba2")
+            assert rt.stats().cache.num_evicted_states == 0
+            tokens = [rt.generate(prompt, greedy(3))[0].outputs[0].token_ids for prompt in prompts]
+            assert tokens == solo_tokens("mamba2", prompts, [3] * len(prompts))
+            assert_idle(rt)
+
+
+def test_the_order_of_use_survives(saved: Path) -> None:
+    """The next eviction takes what would have been evicted next before."""
+    with runtime_of("mamba2", eviction="lru") as rt:
+        rt.load_prefix_cache(saved)
+        cache = rt._engine.memory.cache
+        num_states = cache.num_state_slots
+        rt._engine.memory.supply.release(cache.evict_state(num_states - 2))
+        prompt = tuple(_prompts()[-1])
+        assert {prefix[:4] for prefix in _checkpoints(rt)} == {prompt[:3], prompt[:4]}
+
+
+def test_what_the_pools_cannot_take_goes_to_the_host_tier(saved: Path, tmp_path: Path) -> None:
+    prompts = _prompts()
+    small: dict[str, Any] = {"num_kv_slots": 40, "num_state_slots": 4, "max_model_len": 30, "min_saving": 1}
+    with runtime_of("mamba2", **small, host_cache_bytes=3_000_000) as rt:
+        loaded = rt.load_prefix_cache(saved)
+        assert loaded.num_checkpoints > rt.prefix_cache.num_state_slots > 0
+        host = rt.stats().host_cache
+        assert host is not None
+        assert host.num_checkpoints == loaded.num_checkpoints - rt.prefix_cache.num_state_slots
+        rt._engine.memory.check([])
+        again = rt.save_prefix_cache(tmp_path / "again")  # both tiers, the device's part and the host's
+        assert again.num_checkpoints == loaded.num_checkpoints
+        outputs = [rt.generate(prompt, greedy(3))[0] for prompt in prompts]
+        assert [output.num_cached_tokens for output in outputs] == [len(prompt) - 1 for prompt in prompts]
+        assert_idle(rt)
+    with runtime_of("mamba2") as rt:
+        rt.load_prefix_cache(tmp_path / "again")
+        assert_content(rt, "mamba2")
+
+
+def test_saving_and_loading_while_requests_run(saved: Path, tmp_path: Path) -> None:
+    prompts = _prompts()
+    expected = solo_tokens("mamba2", prompts, [8] * len(prompts))
+    with runtime_of("mamba2", max_num_batched_tokens=20) as rt:
+        ids = [rt.add_request(prompt, greedy(8)) for prompt in prompts]
+        tokens: dict[str, tuple[int, ...]] = {}
+        for count in range(1000):
+            if count == 5:
+                rt.save_prefix_cache(tmp_path / "while")
+            if count == 2:
+                assert rt.load_prefix_cache(saved).num_checkpoints > 0
+            tokens |= {output.request_id: output.outputs[0].token_ids for output in rt.step()}
+            if not rt.has_unfinished:
+                break
+        assert [tokens[request_id] for request_id in ids] == expected
+        assert_idle(rt)
+    with runtime_of("mamba2") as rt:
+        assert rt.load_prefix_cache(tmp_path / "while").num_checkpoints > 0
+        assert_content(rt, "mamba2")
+
+
+# What is refused.
+
+
+def test_every_byte_of_the_header_and_any_of_the_data_counts(
+    saved: Path, reader: HybridRuntime, tmp_path: Path
+) -> None:
+    """One bit is flipped at a time: in the length, all through the header, and at places all over the tensors."""
+    good = saved.read_bytes()
+    header = 8 + int.from_bytes(good[:8], "little")
+    rng = np.random.default_rng(13)
+    places = [*range(8), *range(8, header, 7), header, len(good) - 1, *rng.integers(header, len(good), 30).tolist()]
+    before, path = _everything(reader), tmp_path / "bad"
+    for place in places:
+        bad = bytearray(good)
+        bad[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match="truncated, corrupted, or no file of this kind"):
+            reader.load_prefix_cache(path)
+    assert _everything(reader) == before
+
+
+def test_a_truncated_or_longer_file_is_refused(saved: Path, reader: HybridRuntime, tmp_path: Path) -> None:
+    good = saved.read_bytes()
+    header = 8 + int.from_bytes(good[:8], "little")
+    before, path = _everything(reader), tmp_path / "bad"
+    for length in [*range(10), header - 1, header, header + 1, *range(header, len(good), 9973), len(good) - 1]:
+        path.write_bytes(good[:length])
+        with pytest.raises(ValueError, match="truncated"):
+            reader.load_prefix_cache(path)
+    for extra in (good + b"\0", b"{}" * 100, bytes(100), b"\xff" * 100):
+        path.write_bytes(extra)
+        with pytest.raises(ValueError, match="truncated"):
+            reader.load_prefix_cache(path)
+    assert _everything(reader) == before
+
+
+Change = Callable[[dict[str, torch.Tensor], dict[str, str]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, metadata: metadata.update(version="2"), "format 'hybrid_runtime.prefix_cache', version '2'"),
+        (lambda tensors, metadata: metadata.update(format="other"), "it says format 'other'"),
+        (lambda tensors, metadata: metadata.update(layouts="{"), "cannot be read"),
+        (lambda tensors, metadata: metadata.update(origins="3"), "cannot be read"),
+        (lambda tensors, metadata: metadata.update(origins="[]"), "cannot be read"),
+        (lambda tensors, metadata: tensors.pop("parents"), "cannot be read"),
+        (lambda tensors, metadata: tensors.pop("kv.0.k"), "tensors that do not fit"),
+        (lambda tensors, metadata: tensors.update(more=torch.zeros(2)), "tensors that do not fit"),
+        (lambda tensors, metadata: tensors.update({"kv.0.k": tensors["kv.0.k"].float()}), "tensors that do not fit"),
+        (lambda tensors, metadata: tensors.update({"kv.0.k": tensors["kv.0.k"][1:]}), "tensors that do not fit"),
+        (lambda tensors, metadata: tensors["parents"].fill_(5), "a node before its parent"),
+        (lambda tensors, metadata: tensors["parents"].fill_(-2), "a node before its parent"),
+        (lambda tensors, metadata: tensors["parents"].fill_(-1), "siblings that start with the same token"),
+        (lambda tensors, metadata: tensors["lengths"].add_(1), "edges that do not add up"),
+        (lambda tensors, metadata: tensors["checkpoints"].fill_(0), "two states of one node"),
+        (lambda tensors, metadata: tensors["checkpoints"].fill_(10**6), "a state of no node"),
+        (lambda tensors, metadata: tensors["tokens"].neg_(), "a negative token"),
+        (lambda tensors, metadata: metadata.update(weights="0" * 64), "other weights"),
+    ],
+)
+def test_a_whole_file_with_wrong_contents_is_refused(
+    saved: Path, reader: HybridRuntime, tmp_path: Path, change: Change, message: str
+) -> None:
+    """The checksum is right: such a file was written by something else."""
+    tensors = safetensors.torch.load_file(saved)
+    with safetensors.safe_open(saved, "pt") as file:
+        metadata = {key: value for key, value in file.metadata().items() if key != "checksum"}
+    change(tensors, metadata)
+    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with CheckedWriter(tmp_path / "odd", shapes, metadata) as writer:
+        for name, tensor in tensors.items():
+            writer.write_rows(name, tensor)
+    before = _everything(reader)
+    with pytest.raises(ValueError, match=message):
+        reader.load_prefix_cache(tmp_path / "odd")
+    assert _everything(reader) == before
+
+
+def test_another_model_or_other_pools_are_refused_and_the_difference_named(saved: Path) -> None:
+    for kind, options, message in (
+        ("gdn", {}, "another layout of the kv pool"),
+        ("mamba2", {"kv_dtype": "float32"}, r"another dtype: KV \['float64'\].* there, \['float32'\]"),
+        ("mamba2", {"dtype": "float32"}, "another dtype"),
+    ):
+        with runtime_of(kind, **options) as rt:
+            with pytest.raises(ValueError, match=message):
+                rt.load_prefix_cache(saved)
+            assert rt.prefix_cache.num_nodes == 0
+
+
+def test_weights_that_were_changed_in_place_are_noticed(saved: Path) -> None:
+    """The last element of one weight, by one bit or so: what was computed with the old ones is of no use."""
+    with runtime_of("mamba2") as rt:
+        assert rt.load_prefix_cache(saved).num_checkpoints > 0
+        rt.reset_prefix_cache()
+        weight = rt.model.weights.lm_head.weight_OI
+        with torch.no_grad():
+            old = weight[-1, -1].item()
+            weight[-1, -1] += 1e-9
+            with pytest.raises(ValueError, match="other weights"):
+                rt.load_prefix_cache(saved)
+            weight[-1, -1] = old
+        assert rt.load_prefix_cache(saved).num_checkpoints > 0
+
+
+def test_bad_paths(reader: HybridRuntime, tmp_path: Path) -> None:
+    before = _everything(reader)
+    with pytest.raises(FileNotFoundError):
+        reader.load_prefix_cache(tmp_path / "none")
+    with pytest.raises(OSError, match="directory"):
+        reader.load_prefix_cache(tmp_path)
+    with pytest.raises(FileNotFoundError, match="the prefix cache cannot be saved"):
+        reader.save_prefix_cache(tmp_path / "none" / "cache")
+    with pytest.raises(OSError, match="the prefix cache cannot be saved"):
+        reader.save_prefix_cache(tmp_path)
+    with pytest.raises(ValueError, match="path must be a path, not 3"):
+        reader.save_prefix_cache(3)  # type: ignore[arg-type]
+    assert _everything(reader) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_prefix_cache_there_is_nothing_to_save(saved: Path, tmp_path: Path) -> None:
+    with runtime_of("mamba2", enable_prefix_cache=False) as rt:
+        with pytest.raises(ValueError, match="enable_prefix_cache is False"):
+            rt.load_prefix_cache(saved)
+        with pytest.raises(ValueError, match="enable_prefix_cache is False"):
+            rt.save_prefix_cache(tmp_path / "cache")
+
+
+# Faults while a file is written or read.
+
+
+def test_a_read_that_fails_late_changes_nothing(
+    saved: Path, reader: HybridRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file becomes unreadable behind the verification, at each of the reads that follow."""
+    before = _everything(reader)
+    real = cache_file.CheckedReader.read_rows
+    for failing in range(200):
+        calls = iter(range(1000))
+
+        def read(self: Any, name: str, start: int, stop: int) -> torch.Tensor:
+            if next(calls) == failing:  # noqa: B023  # used within this turn of the loop
+                write_only = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(write_only, self._file.fileno())
+                os.close(write_only)
+            return real(self, name, start, stop)
+
+        monkeypatch.setattr(cache_file.CheckedReader, "read_rows", read)
+        try:
+            reader.load_prefix_cache(saved)
+        except OSError:
+            assert _everything(reader) == before
+        else:
+            break
+    assert failing > 12
+    assert next(calls) <= failing
+    reader._engine.memory.check([])
+    rt = reader
+    rt.reset_prefix_cache()
+
+
+FULL_DISK = """
+import os, resource, sys
+from tests.engine.test_cache_file import _fill
+from tests.engine.helpers import runtime_of
+
+with runtime_of("mamba2") as rt:
+    _fill(rt)
+    size = rt.save_prefix_cache(sys.argv[1]).num_bytes
+    old = open(sys.argv[1], "rb").read()
+    for limit in (0, 100, 5000, size // 2, size - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            rt.save_prefix_cache(sys.argv[1])
+        except OSError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            print(error)
+        assert open(sys.argv[1], "rb").read() == old
+        rt._engine.memory.check([])
+    rt.save_prefix_cache(sys.argv[1])
+"""
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path / "cache")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("[Errno 27] the prefix cache cannot be saved: File too large") == 5
+    assert os.listdir(tmp_path) == ["cache"]
+
+
+@pytest.mark.parametrize("call", ["save_prefix_cache", "load_prefix_cache"])
+def test_interrupts_at_any_line_leave_whole_files_and_a_usable_runtime(call: str, saved: Path, tmp_path: Path) -> None:
+    """Saving loses nothing of the cache; loading may end in a fresh start, but never in wrong tokens."""
+    prompt = _prompts()[-1]
+    (expected,) = solo_tokens("mamba2", [prompt], [3])
+    path = tmp_path / "cache"
+    shutil.copy(saved, path)
+    with runtime_of("mamba2") as rt:
+        rt.load_prefix_cache(saved)
+        num_checkpoints, count = rt.prefix_cache.num_state_slots, 1
+        while True:
+            try:
+                with interrupt_at_lines([count], entries=(call,)):
+                    getattr(rt, call)(path)
+                break
+            except KeyboardInterrupt:
+                count += 61
+            assert os.listdir(tmp_path) == ["cache"]
+            assert path.read_bytes()[:8] == saved.read_bytes()[:8]
+            assert tokens_of(rt.generate(prompt, greedy(3))) == [expected]
+            if call == "save_prefix_cache":
+                assert rt.prefix_cache.num_state_slots >= num_checkpoints
+        assert count > 61 * 5
+        assert_idle(rt)
+
+
+def test_a_float32_model_in_memory_shares_its_file_with_its_double(tmp_path: Path) -> None:
+    """Two runtimes on one model: the fingerprint is of what the weights are, not of where they are."""
+    with HybridRuntime(model_of("kda"), num_kv_slots=200, num_state_slots=20) as first:
+        first.generate(_prompts()[0], greedy(2))
+        first.save_prefix_cache(tmp_path / "cache")
+        with HybridRuntime(model_of("kda"), num_kv_slots=300, num_state_slots=10) as second:
+            assert second.load_prefix_cache(tmp_path / "cache").num_checkpoints == 2
