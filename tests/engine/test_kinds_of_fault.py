@@ -16,7 +16,6 @@ from hybrid_runtime.memory.pools import Pool, TensorSpec
 from hybrid_runtime.scheduling.placement import CheckpointPolicy
 from hybrid_runtime.scheduling.request import PrefixHit
 from tests.engine.hashing_engine import HashingEngine
-from tests.engine.helpers import assert_idle, runtime_of
 
 
 def roomy(policy: CheckpointPolicy, *, budget: int = 100, host: tuple[int, int] | None = None) -> HashingEngine:
@@ -192,17 +191,3 @@ def test_contents_come_back_to_their_own_slots() -> None:
     for tensor in pool.layers[0].values():
         held = tensor.reshape(13, -1)[:, 0].tolist()
         assert held == [0, 1, 2, 3, 4, 5, 6, 7, 8, 7, 2, 11, 5]
-
-
-@pytest.mark.parametrize("length", [1, 30])
-def test_a_warm_up_samples_nothing(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a real model, and in a decode row, too."""
-
-    def refuse(*args: object) -> None:
-        raise AssertionError("a token was sampled")
-
-    monkeypatch.setattr("hybrid_runtime.engine.runner.sample", refuse)
-    with runtime_of("mamba2") as rt:
-        rt.warmup(list(range(3, 3 + length)))
-        assert rt.prefix_cache.num_state_slots == (1 if length == 1 else 2)
-        assert_idle(rt)
