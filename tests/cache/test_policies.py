@@ -354,6 +354,32 @@ def test_the_memory_of_evicted_states_is_bounded():
     assert len(served.history) == 3
 
 
+def test_a_state_that_is_evicted_again_is_remembered_anew():
+    served, tokens = Served(1), fresh(100)
+    served.request(tokens)
+    for num_others in (GHOSTS_PER_STATE - 2, 4, GHOSTS_PER_STATE + 2):
+        for _ in range(num_others):
+            served.request(fresh(100))
+        served.request(tokens)
+        kind = served.history.kind(served.cache.match(tokens).node)
+        assert (kind is served.history._kinds["tail", None]) == (num_others <= GHOSTS_PER_STATE)
+
+
+def test_kv_that_is_not_used_grows_old():
+    cache = RadixCache("cost")
+    for place in range(4):
+        cache.insert(ints([place, 9]), ints([2 * place + 1, 2 * place + 2]), [checkpoint(2, place + 1)])
+        if place == 2:  # the more that came and were never used, the less is expected of the next
+            cache.evict_kv(1)
+            assert state_contents(cache).keys() == {(0, 9), (1, 9)}
+    victims: list[Prefix] = []
+    for _ in range(3):
+        before = state_contents(cache).keys()
+        cache.evict_kv(1)
+        victims += before - state_contents(cache).keys()
+    assert victims == [(1, 9), (0, 9), (3, 9)]
+
+
 def test_what_the_clock_would_overtake_before_its_use_is_next_to_go():
     served = Served(50)
     order = served.order
