@@ -17,7 +17,8 @@ class Node:
     """Tokens `key` that follow the parent's, one KV slot for each, and possibly the state after the last of them.
 
     `length` is the number of tokens from the root to this node's end, which is what a state here is exact for. A node
-    without a state is a tombstone. The fields are written by `RadixTree` alone.
+    without a state is a tombstone. The key is kept as `key_bytes`, int32 in native order, so that it can be compared as
+    memory. The fields are written by `RadixTree` alone.
 
     `num_hits` counts how often the state here was locked, that is, resumed from; it survives the state's eviction.
     `last_used` is when KV or state here were last used, in seconds of `time.monotonic`.

@@ -26,7 +26,8 @@ class RadixCache:
     """A radix tree over token sequences whose nodes own KV slots and, at some lengths, state slots.
 
     It deals in indices and never calls an allocator: what an operation gives up it returns, and the caller releases
-    it. No operation's cost depends on the size of the pools or on the number of nodes off its own path.
+    it. No operation's cost depends on the size of the pools. On the number of nodes off its own path it depends as much
+    as the policy's orders do: with `lru` not at all, with `cost` logarithmically.
     """
 
     def __init__(self, policy: str = "lru", *, on_evict: Callable[[Node], None] | None = None) -> None:

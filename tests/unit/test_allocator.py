@@ -81,6 +81,30 @@ def test_only_lists_of_integers_can_be_released():
         allocator.release(held.reshape(2, 2))
 
 
+def test_slots_of_any_integer_type_can_be_released():
+    allocator = SlotAllocator(4)
+    for dtype in (np.int8, np.uint16, np.int32, np.int64, np.uint64):
+        allocator.release(allocator.allocate(4).astype(dtype))
+        assert sorted(allocator.free_slots().tolist()) == [1, 2, 3, 4]
+    allocator.allocate(4)
+    for wraps_around in (2**63 + 1, 2**64 - 3):
+        with pytest.raises(ValueError, match=str(wraps_around)):
+            allocator.release(np.array([wraps_around], dtype=np.uint64))
+    assert allocator.num_free == 0
+
+
+def test_a_slot_repeated_far_apart_in_a_long_release_is_found_and_nothing_is_changed():
+    allocator = SlotAllocator(5000)
+    held = allocator.allocate(4000)
+    free = allocator.free_slots().tolist()
+    for repeated in (np.append(held, held[0]), np.concatenate([held[:2000], held[1999:]])):
+        with pytest.raises(ValueError, match="in one call"):
+            allocator.release(repeated)
+        assert allocator.free_slots().tolist() == free
+    allocator.release(held)
+    assert sorted(allocator.free_slots().tolist()) == list(range(1, 5001))
+
+
 @pytest.mark.parametrize("slot", [0, 3])
 def test_only_slots_of_the_pool_are_free_or_not(slot):
     with pytest.raises(ValueError, match=str(slot)):
