@@ -49,15 +49,15 @@ class SlotSupply:
 
     def take_kv(self, count: int) -> NDArray[np.int32]:
         """`count` KV slots for the caller to own. Raises PoolExhausted, evicting nothing, if they can't be had."""
-        self._require(count, 0)
         if count > self.kv.num_free:
+            self._require(count, 0)
             self._count_evicted(self.cache.evict_kv(count - self.kv.num_free))
         return self.kv.allocate(count)
 
     def take_states(self, count: int) -> NDArray[np.int32]:
         """`count` state slots for the caller to own. Raises PoolExhausted, evicting nothing, if they can't be had."""
-        self._require(0, count)
         if count > self.states.num_free:
+            self._require(0, count)
             self._count_evicted(self.cache.evict_state(count - self.states.num_free))
         return self.states.allocate(count)
 
