@@ -177,7 +177,7 @@ def print_table(rates: dict[str, dict[int, float]], state_slots: Sequence[int], 
     table = Table("state slots", *rates, title=title)
     for slots in state_slots:
         table.add_row(f"{slots:,}", *(f"{100 * column[slots]:.1f} %" for column in rates.values()))
-    Console().print(table)
+    Console(width=110).print(table)
 
 
 def plot(rates: dict[str, dict[int, float]], title: str, path: Path) -> None:
@@ -197,8 +197,8 @@ def plot(rates: dict[str, dict[int, float]], title: str, path: Path) -> None:
     axes.minorticks_off()
     axes.set(xlabel="state slots", ylabel="cached tokens, % of input", title=title)
     axes.set_ylim(bottom=0)
-    axes.legend()
     axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path.with_suffix(".png"), dpi=120)
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})

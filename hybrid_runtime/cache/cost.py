@@ -35,14 +35,15 @@ class CostStateOrder:
     def value(self, node: Node) -> float:
         """What a member is worth at this moment: its priority, if it were set now, less the clock."""
         kind = self._history.kind(node)
-        value = kind.chance * self._tokens_to_compute(node)
+        assert kind is not None
+        value = kind.chance * self._tokens_to_compute(node, kind.chance)
         return value if value >= kind.mean_wait / 2 else 0.0
 
     def priority(self, node: Node) -> float:
         return self._heap.priority(node)
 
     def add(self, node: Node) -> None:
-        if node in self._history:
+        if self._history.kind(node) is not None:
             self._history.used(node, self.clock)  # only a lock takes a state out of the order and leaves it in the tree
         else:
             source = self._history.arrived(node, self.clock)
@@ -75,58 +76,60 @@ class CostStateOrder:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def _tokens_to_compute(self, node: Node) -> int:
-        chance = self._history.kind(node).chance
+    def _tokens_to_compute(self, node: Node, chance: float) -> int:
+        """Those since the nearest ancestor whose state has at least that chance."""
         above = node.parent
         while above is not None:
-            if above in self._history and self._history.kind(above).chance >= chance:
+            kind = self._history.kind(above)
+            if kind is not None and kind.chance >= chance:
                 return node.length - above.length
             above = above.parent
         return node.length
 
 
 class CostKVOrder:
-    """Greedy-dual over the leaves' KV: priority = clock + chance of the leaf's state.
+    """Greedy-dual over the leaves' KV: priority = clock when it was last used + chance of the leaf's state.
 
     A KV slot holds one token and saves the work of one, so that length cancels out and what remains is the chance of
-    use, and age. (Were the chance a constant, the order would be that of LRU.) Every member has a priority; those with
-    children wait for theirs to go.
+    use, and age. (Were the chance a constant, the order would be that of LRU.) Members with children wait for theirs to
+    go: an inner node is used whenever one below it is, so that it is soon next when it has become a leaf.
     """
 
     def __init__(self, history: ReuseHistory) -> None:
         self._history = history
-        self._priorities: dict[Node, float] = {}
+        self._used_at: dict[Node, float] = {}
         self._leaves = LazyHeap()
         self.clock = 0.0
 
-    def value(self, node: Node) -> float:
-        """What a member is worth at this moment. A node without a state is worth what lies below it."""
-        return self._history.kind(node).chance if node in self._history else 0.0
+    def value(self, leaf: Node) -> float:
+        """What it is worth at this moment. A leaf without a state is about to be pruned."""
+        kind = self._history.kind(leaf)
+        return 0.0 if kind is None else kind.chance
 
-    def priority(self, node: Node) -> float:
-        return self._priorities[node]
+    def priority(self, leaf: Node) -> float:
+        return self._leaves.priority(leaf)
 
     def add(self, node: Node) -> None:
-        self._priorities[node] = self.clock + self.value(node)
+        self._used_at[node] = self.clock
         if node.children:
             self._leaves.discard(node)
         else:
-            self._leaves.set(node, self._priorities[node])
+            self._leaves.set(node, self.clock + self.value(node))
 
     def touch(self, node: Node) -> None:
         self.add(node)
 
     def remove(self, node: Node) -> None:
-        del self._priorities[node]
+        del self._used_at[node]
         self._leaves.discard(node)
 
     def forget(self, node: Node) -> None:
         if self._leaves.first() is node:
-            self.clock = max(self.clock, self._priorities[node])
+            self.clock = max(self.clock, self._leaves.priority(node))
         self.remove(node)
 
     def became_leaf(self, node: Node) -> None:
-        self._leaves.set(node, self._priorities[node])
+        self._leaves.set(node, self._used_at[node] + self.value(node))
 
     def victim(self) -> Node | None:
         return self._leaves.first()
@@ -134,10 +137,10 @@ class CostKVOrder:
     def __iter__(self) -> Iterator[Node]:
         """The members, the next victim first and those with children last."""
         yield from self._leaves
-        yield from (node for node in self._priorities if node not in self._leaves)
+        yield from (node for node in self._used_at if node not in self._leaves)
 
     def __len__(self) -> int:
-        return len(self._priorities)
+        return len(self._used_at)
 
 
 def make_cost_orders() -> tuple[CostKVOrder, CostStateOrder]:

@@ -37,8 +37,8 @@ class LazyHeap:
 
     def discard(self, node: Node) -> None:
         """Ends the membership of `node`, if it is a member."""
-        self._current.pop(node, None)
-        self._tidy()
+        if self._current.pop(node, None) is not None:
+            self._tidy()
 
     def priority(self, node: Node) -> float:
         return self._current[node][0]

@@ -114,10 +114,6 @@ class ReuseHistory:
         self._max_ghosts = 0
         self._hasher = PrefixHasher()
 
-    def __contains__(self, node: Node) -> bool:
-        """Whether the state at `node` has arrived and not been evicted."""
-        return node in self._records
-
     def __len__(self) -> int:
         return len(self._records)
 
@@ -125,9 +121,10 @@ class ReuseHistory:
     def num_ghosts(self) -> int:
         return len(self._ghosts)
 
-    def kind(self, node: Node) -> Kind:
-        """Of a node with a state."""
-        return self._records[node].kind
+    def kind(self, node: Node) -> Kind | None:
+        """Of the state at `node`; None if there is none, or it has not arrived yet."""
+        record = self._records.get(node)
+        return None if record is None else record.kind
 
     def arrived(self, node: Node, now: float) -> Node | None:
         """A state was attached to `node`. Returns the node that its request resumed from, which changed its kind.

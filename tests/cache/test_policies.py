@@ -387,6 +387,7 @@ def test_what_the_clock_would_overtake_before_its_use_is_next_to_go():
     served.request(tokens)
     node = served.cache.match(tokens).node
     kind = served.history.kind(node)
+    assert kind is not None
     for wait, worthless in [(200.0, False), (10_000.0, True)]:
         kind.count_use(wait)
         assert (order.value(node) == 0) == worthless
