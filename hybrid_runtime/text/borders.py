@@ -79,12 +79,13 @@ def _without_partial_added_token(added_vocab: Collection[str], text: str) -> str
 
     Upper and lower case count as equal, because added tokens may be looked for in normalized text.
     """
-    lowered = [added.lower() for added in added_vocab]
+    lowered = [added.lower() for added in added_vocab if added]
+    first_letters = {added[0] for added in lowered}  # there may be thousands of added tokens
     longest = max(map(len, lowered), default=0)
     while True:
         for size in range(min(longest - 1, len(text)), 0, -1):
             ending = text[-size:].lower()
-            if any(len(added) > len(ending) and added.startswith(ending) for added in lowered):
+            if ending[0] in first_letters and any(a.startswith(ending) and a != ending for a in lowered):
                 text = text[:-size]
                 break
         else:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hybrid_runtime import HybridRuntime, RequestOutput, SamplingParams
 from tests.engine.cache_content import assert_content, num_computed
@@ -96,6 +94,21 @@ def test_too_little_in_common_is_not_waited_for(rng: np.random.Generator) -> Non
         assert {output.num_cached_tokens for outputs in drain(rt).values() for output in outputs} == {0}
     with runtime_of("kda", min_saving=31) as rt:
         assert hits(rt.generate(prompts, greedy(COUNT)))[1] == (31, "junction")
+
+
+def test_who_comes_after_the_leader_has_passed_does_not_wait(rng: np.random.Generator) -> None:
+    leader, late = family(rng, 60, 70, 10)
+    with runtime_of("kda", max_num_batched_tokens=32) as rt:
+        rt.add_request(leader, greedy(COUNT))
+        rt.step()
+        rt.step()  # 64 of 130 tokens
+        request_id = rt.add_request(late, greedy(COUNT))
+        rt.step()
+        assert rt.stats().scheduler.num_running == 2
+        [output] = drain(rt)[request_id][-1:]
+        assert (hits([output]), output.cache_miss_reason) == ([(0, None)], "cold")
+        assert tokens_of([output]) == solo_tokens("kda", [late], [COUNT])
+        assert_idle(rt)
 
 
 def test_others_pass_a_request_that_waits(rng: np.random.Generator) -> None:
@@ -217,33 +230,3 @@ def test_samples_of_prompts_that_share_tokens(rng: np.random.Generator) -> None:
                 assert num_prompt_tokens(rt, 6) == 70 + (10 + 2) + (11 + 2)
                 assert_idle(rt)
     assert results[True] == results[False]
-
-
-@settings(max_examples=max(8, settings().max_examples // 5))
-@given(data=st.data())
-def test_any_batch_gives_the_tokens_of_each_alone(data: st.DataObject) -> None:
-    """Prompts made of few pieces meet in all ways; pools small enough to preempt and to evict."""
-    pieces = [random_tokens(np.random.default_rng(place), 6) for place in range(2)]
-    shapes = data.draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=5), min_size=2, max_size=6))
-    prompts = [
-        [token for place in shape for token in pieces[place]][: data.draw(st.integers(1, 30))] for shape in shapes
-    ]
-    options = {
-        "max_num_batched_tokens": data.draw(st.integers(1, 40)),
-        "max_num_seqs": data.draw(st.integers(1, 5)),
-        "num_state_slots": data.draw(st.integers(5, 12)),
-        "num_kv_slots": data.draw(st.integers(40, 150)),
-        "min_saving": data.draw(st.integers(1, 8)),
-        "track_interval": data.draw(st.none() | st.integers(1, 4)),
-        "max_model_len": 40,
-    }
-    with runtime_of("mamba2", enable_prefix_cache=False, max_num_seqs=1) as rt:
-        expected = tokens_of([rt.generate(prompt, greedy(6))[0] for prompt in prompts])
-    with runtime_of("mamba2", **options) as rt:
-        ids = [rt.add_request(prompt, greedy(6), priority=data.draw(st.integers(0, 2))) for prompt in prompts]
-        delivered = drain(rt)
-        assert tokens_of([delivered[request_id][-1] for request_id in ids]) == expected
-        cache = rt.stats().cache
-        assert cache.num_hits == sum(cache.hits_by_origin.values())
-        assert cache.num_requests == cache.num_hits + sum(cache.misses_by_reason.values()) == len(prompts)
-        assert_idle(rt)
