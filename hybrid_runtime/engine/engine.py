@@ -198,8 +198,6 @@ class Engine:
             self.memory.load_table()
         with nvtx.annotate("copy"):
             self.runner.prepare_states(step.admissions)
-            for admission in step.admissions:
-                admission.request.resident.receipt.release_state()
         results = []
         if step.prefill:
             with nvtx.annotate("run.prefill"):
@@ -211,6 +209,8 @@ class Engine:
 
     def _apply(self, step: ScheduledStep, results: list[ForwardResult]) -> None:
         invalid = frozenset(request for result in results for request in result.invalid)
+        for admission in step.admissions:  # not before: an interrupt of the forwards must find no lock half released
+            admission.request.resident.receipt.release_state()
         for chunk in step.prefill:
             self._apply_chunk(chunk, is_valid=chunk.request not in invalid)
         for row in step.decode:

@@ -25,6 +25,7 @@ from tests.engine.helpers import (
     solo_tokens,
     tokens_of,
 )
+from tests.engine.test_interrupts import interrupt_at_lines
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {
@@ -284,3 +285,34 @@ def test_the_model_is_float32_and_the_conv_windows_bfloat16_alike() -> None:
         assert _host(rt).num_restored_checkpoints > 0
     assert tokens_of(outputs) == tokens_of(wanted)
     assert [o.num_cached_tokens for o in outputs] == [o.num_cached_tokens for o in wanted]
+
+
+@pytest.mark.parametrize("place", ["memory", "file"])
+def test_interrupts_at_any_line_lose_no_slot_of_either_tier(place: str, tmp_path: Path) -> None:
+    """Each step saves and brings back; whatever line an interrupt hits, the tokens are right and the tiers balance."""
+    prompts = _prompts(num_tails=1)
+    expected = solo_tokens("mamba2", prompts, [3] * len(prompts))
+    options = {**_options(place, tmp_path), "num_kv_slots": 45, "max_model_len": 40, "num_state_slots": 3}
+    with runtime_of("mamba2", **options, track_interval=None) as rt:
+        count, num_interrupted, num_restored = 1, 0, 0
+        while True:
+            tokens: dict[str, tuple[int, ...]] = {}
+            restored_before = _host(rt).num_restored_checkpoints
+            reached = False
+            with interrupt_at_lines([count]):
+                for index, prompt in enumerate(prompts * 2):
+                    rt.add_request(prompt, greedy(3), request_id=str(index))
+                    while rt.has_unfinished:
+                        try:
+                            tokens |= {output.request_id: output.outputs[0].token_ids for output in rt.step()}
+                        except KeyboardInterrupt:
+                            reached = True
+            num_restored += _host(rt).num_restored_checkpoints - restored_before
+            assert [tokens[str(index)] for index in range(2 * len(prompts))] == expected * 2, count
+            if not reached:
+                break
+            num_interrupted += 1
+            count += 2999
+        assert num_interrupted > 10
+        assert num_restored > num_interrupted
+        assert_idle(rt)
