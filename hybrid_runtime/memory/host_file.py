@@ -110,7 +110,7 @@ def _unpack(records: Tensor, layers: Sequence[LayerSpec]) -> Rows:
     for layer in layers:
         rows.append({})
         for name, spec in layer.items():
-            # A copy of its own: a single row would pass for contiguous with the stride, and at the place, of its record.
+            # Copied even if there is one row, which would pass for contiguous with the stride and place of its record.
             part = records[:, place : place + spec.num_bytes].clone(memory_format=torch.contiguous_format)
             rows[-1][name] = part.view(spec.dtype).reshape(len(records), *spec.shape)
             place += spec.num_bytes
