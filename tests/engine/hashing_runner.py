@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
 
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.runner import ForwardResult, SampledToken
@@ -27,6 +28,12 @@ def content(tokens: Sequence[int] | np.ndarray) -> str:
 def next_token(state: str, sample_index: int) -> int:
     """Any fixed function that varies will do; few different tokens make prompts meet outputs."""
     return sum((place + 1 + sample_index) * ord(letter) for place, letter in enumerate(state)) % 101 % NUM_TOKENS
+
+
+def require(holds: bool, what: object) -> None:
+    """As `assert`, in a forward: the engine would take any `Exception` for a forward that fails, and run it again."""
+    if not holds:
+        pytest.fail(f"in a forward: {what}")
 
 
 class HashingRunner:
@@ -72,7 +79,7 @@ class HashingRunner:
         for chunk in chunks:
             self._compute(chunk.request, chunk.start, chunk.stop)
             for checkpoint in chunk.checkpoints:
-                assert chunk.start < checkpoint.length <= chunk.stop
+                require(chunk.start < checkpoint.length <= chunk.stop, checkpoint)
                 self.states[checkpoint.state_slot] = content(chunk.request.tokens[: checkpoint.length])
         sampled = [chunk.request for chunk in chunks if chunk.is_last and not chunk.request.is_prefill_only]
         return self._result([chunk.request for chunk in chunks], sampled)
@@ -81,15 +88,15 @@ class HashingRunner:
         requests = [row.request for row in rows]
         self._start_forward(requests)
         for row in rows:
-            assert row.request.num_uncomputed_tokens == 1
+            require(row.request.num_uncomputed_tokens == 1, row.request)
             self._compute(row.request, row.request.num_computed_tokens, row.request.num_tokens)
             if row.checkpoint is not None:
-                assert row.checkpoint.length == row.request.num_tokens
+                require(row.checkpoint.length == row.request.num_tokens, row.checkpoint)
                 self.states[row.checkpoint.state_slot] = self.states[row.request.resident.working_slot]
         return self._result(requests, [request for request in requests if not request.is_prefill_only])
 
     def _start_forward(self, requests: Sequence[Request]) -> None:
-        assert len({id(request) for request in requests}) == len(requests)
+        require(len({id(request) for request in requests}) == len(requests), "a request occurs twice")
         try:
             self.before_forward(requests)
         except BaseException:
@@ -104,13 +111,13 @@ class HashingRunner:
         """Checks all that the forward would read, then writes what it would write."""
         residence = request.resident
         slots = self.memory.table.slots[residence.row]
-        assert stop <= residence.num_kv_slots
-        assert start == request.num_computed_tokens
-        assert self.states[residence.working_slot] == content(request.tokens[:start])
+        require(stop <= residence.num_kv_slots, f"{stop} tokens, {residence.num_kv_slots} KV slots")
+        require(start == request.num_computed_tokens, f"from {start}, computed are {request.num_computed_tokens}")
+        require(self.states[residence.working_slot] == content(request.tokens[:start]), "the working slot is wrong")
         for position in range(start):
-            assert self.kv[slots[position]] == content(request.tokens[: position + 1])
+            require(self.kv[slots[position]] == content(request.tokens[: position + 1]), f"KV {position} is wrong")
         for position in range(start, stop):
-            assert position >= residence.protected_length, "the tree's KV would be overwritten"
+            require(position >= residence.protected_length, "the tree's KV would be overwritten")
             self.kv[slots[position]] = content(request.tokens[: position + 1])
         self.states[residence.working_slot] = content(request.tokens[:stop])
 

@@ -58,7 +58,7 @@ def run_tests(fault: Fault | None, tests: Sequence[str], *, timeout: int = TIMEO
 
 
 def why_missed(fault: Fault, run: TestRun) -> str | None:
-    """None if each test that the fault names has failed, and for no mistake of the table; else what happened instead."""
+    """None if each test that the fault names failed, and not by a mistake of the table; else what happened instead."""
     if run.status != SOME_FAILED:
         return run.output
     for test in fault.tests:

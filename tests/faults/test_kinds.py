@@ -131,6 +131,43 @@ def test_a_follower_goes_on_when_its_leader_is_gone() -> None:
     engine.assert_all_ended()
 
 
+def test_a_full_hit_runs_the_last_token_once() -> None:
+    """Though a state at the prompt's end is there."""
+    engine = roomy(CheckpointPolicy(min_saving=4))
+    engine.add("hinted", range(10), 3, hints=(10,))
+    engine.run()
+    assert visit(engine, "again", range(10), 3).num_cached_tokens == 9
+    finish(engine)
+
+
+def test_a_state_is_not_overwritten_before_it_is_copied() -> None:
+    """One request resumes from a state; another one, admitted in the same step, brings a state back from the host."""
+    engine = HashingEngine(num_kv=100, num_states=3, max_len=30, policy=CheckpointPolicy(min_saving=1), host=(50, 10))
+    supply = engine.memory.supply
+    visit(engine, "on the host", [60])
+    supply.release_states(supply.take_states(3))
+    visit(engine, "copied", [40])
+    visit(engine, "room", [50])
+    engine.add("resumes", [40, 1], 2)
+    engine.add("comes back", [60, 1], 2)
+    finish(engine)
+    assert hit_of(engine, "resumes").num_cached_tokens == 1
+
+
+def test_an_admission_that_fails_keeps_no_lock() -> None:
+    """The prefix that it matched can go as soon as nobody runs on it."""
+    engine = HashingEngine(num_kv=30, num_states=10, max_len=30, policy=CheckpointPolicy(min_saving=4))
+    visit(engine, "first", range(8))
+    engine.add("runs", range(40, 56), 6)
+    engine.step()
+    protected = engine.memory.cache.num_protected_kv
+    engine.add("waits", range(20), 2)
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.waiting] == ["waits"]
+    assert engine.memory.cache.num_protected_kv == protected
+    finish(engine)
+
+
 def test_more_checkpoints_than_state_slots() -> None:
     """One chunk is to leave six states, and there are slots for two: the other four are skipped and counted."""
     policy = CheckpointPolicy(min_saving=4, checkpoint_interval=2)
