@@ -213,7 +213,7 @@ class User:
 
 
 @pytest.mark.parametrize("interval", [1, 4])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_priorities_are_what_whole_prefixes_say(seed, interval, monkeypatch):
     monkeypatch.setattr(reuse, "MARK_INTERVAL", interval)
     checked: list[Checked] = []
@@ -225,7 +225,7 @@ def test_priorities_are_what_whole_prefixes_say(seed, interval, monkeypatch):
 
     monkeypatch.setattr("hybrid_runtime.cache.tree.make_orders", make)
     user = User("cost", seed)
-    for _ in range(250):
+    for _ in range(200):
         user.step()
         checked[0].compare()
     assert checked[0].naive.clock > 0
