@@ -215,6 +215,29 @@ def test_the_host_keeps_what_was_of_use_last() -> None:
     tiers.check()
 
 
+def test_use_on_the_device_counts_for_the_host() -> None:
+    """What was of use on the device until it was evicted outlives what has come to the host in the meantime."""
+    tiers = TwoTiers(num_kv=20, num_states=4, host_kv=100, host_states=2)
+
+    def evict_states(num_free: int) -> None:
+        tiers.device.release_states(tiers.device.take_states(num_free))
+
+    def use(first: int) -> None:
+        assert tiers.admit(ints([*_long(first), 7])) == 5
+        tiers.finish(tiers.residents[-1], keep=False)
+
+    tiers.visit(_long(1))
+    evict_states(4)
+    use(1)
+    tiers.visit(_long(2))
+    use(1)
+    for num_free in (3, 4):  # first goes 2, then 1, of which the host has a copy
+        evict_states(num_free)
+    tiers.visit(_long(3))
+    evict_states(4)
+    assert sorted(prefix[0] for prefix in state_contents(tiers.tier.host.cache)) == [1, 3]
+
+
 def test_kv_that_the_host_has_is_not_copied_again() -> None:
     tiers = TwoTiers(num_kv=8, num_states=3, host_kv=100, host_states=10)
     tiers.visit([1, 2, 3, 4])
