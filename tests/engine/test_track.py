@@ -129,7 +129,27 @@ def test_two_slots_take_turns(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])
-@pytest.mark.parametrize("failing", range(1, 13))
+def test_a_slot_that_is_about_to_be_written_is_no_checkpoint_any_more(num_slots: int, rng: np.random.Generator) -> None:
+    """Whatever happens before the forward: the old length must not go with the new content."""
+    with runtime_of("kda", track_interval=2) as rt:
+        if num_slots == 2:
+            use_two_track_slots(rt)
+        request_id = rt.add_request(random_tokens(rng, 5), greedy(20))
+        for _ in range(5):
+            rt.step()
+        residency, [request] = rt._engine.scheduler.residency, rt._engine.scheduler.running
+        tracked = request.resident.tracked
+        assert tracked is not None
+        written = [residency.next_track_slot(request) for _ in range(num_slots)]
+        assert written[-1] == tracked.state_slot
+        assert request.resident.tracked is None
+        rt.abort(request_id)
+        assert states_of(rt) == {4: "tail", 9: "final"}
+        assert_idle(rt)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+@pytest.mark.parametrize("failing", [1, 2, 3, 5, 6, 10])
 def test_a_forward_that_raises_leaks_no_track_slot(
     num_slots: int, failing: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

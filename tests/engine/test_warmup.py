@@ -41,8 +41,9 @@ def hit(rt: HybridRuntime, prompt: list[int] | str) -> tuple[int, str | None]:
 
 
 @pytest.mark.parametrize("kind", MIXER_KINDS)
-@pytest.mark.parametrize("length", [1, 2, 40, 64, 130])
-@pytest.mark.parametrize("budget", [2048, 16])
+@pytest.mark.parametrize(
+    ("length", "budget"), [(1, 2048), (2, 2048), (40, 2048), (64, 2048), (65, 64), (130, 16), (12, 1)]
+)
 def test_what_starts_with_a_warm_prompt_hits_all_of_it(
     kind: str, length: int, budget: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def test_while_others_run(rng: np.random.Generator) -> None:
         ids = [rt.add_request(prompt, greedy(12)) for prompt in prompts]
         rt.step()
         rt.warmup(warm)
+        rt.warmup(warm)  # one token now: a row among those that decode
         assert rt.has_unfinished
         assert hit(rt, [*warm, 3, 4]) == (60, "hint")
         delivered = drain(rt)
