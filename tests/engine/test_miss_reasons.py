@@ -104,6 +104,8 @@ def test_an_evicted_state_whose_tokens_are_still_there(rng: np.random.Generator)
         assert output.num_kv_matched_tokens == 39
         assert hit(rt.generate([*prompt[:39], 4], greedy(1))[0]) == (39, "tail", None), "the last one left it anew"
         assert rt.stats().cache.misses_by_reason == {"cold": 1, "state_evicted": 1}
+        rt.reset_prefix_cache()
+        assert reason(rt, prompt) == "cold", "an emptied cache does not know either what was evicted from it before"
         assert_idle(rt)
 
 

@@ -91,9 +91,9 @@ def _bos_and_eos() -> Any:
     return processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
 
 
-def _with_odd_added_tokens() -> Tokenizer:
+def _with_odd_added_tokens(pattern: str) -> Tokenizer:
     """Added tokens that take the spaces around them, that only count as whole words, that are not special."""
-    tokenizer = _byte_bpe(LLAMA3)
+    tokenizer = _byte_bpe(pattern)
     tokenizer.add_tokens(
         [
             AddedToken("<left>", lstrip=True),
@@ -124,7 +124,8 @@ _MAKERS: dict[str, Callable[[], Tokenizer]] = {
     "no words": lambda: _metaspace(splits=False),
     "unigram": _unigram,
     "word pieces": _word_pieces,
-    "odd added tokens": _with_odd_added_tokens,
+    "odd added tokens": lambda: _with_odd_added_tokens(LLAMA3),
+    "every space a word": lambda: _with_odd_added_tokens(r"\s|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"),
     "lower-case added tokens": _lower_case_added_tokens,
 }
 KINDS = ("bundled", *_MAKERS)

@@ -48,6 +48,7 @@ SEAMS = [
     ("a   <|im_en", "d|>"),  # the spaces, too, are split otherwise where an added token ends the word
     (" \n <|im_end|", "> "),
     ("a\n<bo", "th>"),
+    ("a\n\n\n", "\n<both>"),
     ("mat", "s"),
     ("a <right>", "   b"),
     ("'<CAL", "L>"),
@@ -95,6 +96,13 @@ def test_awkward_seams(kind: str) -> None:
 def test_a_run_of_one_character_longer_than_what_is_looked_at_first(kind: str, letter: str) -> None:
     for count in (400, 401, 402):
         check_border(kind, "the " + letter * count, letter + "b")
+
+
+@pytest.mark.parametrize("kind", ["llama3", "o200k", "digits from the right"])
+def test_a_number_longer_than_what_is_looked_at_first_is_grouped_from_its_start(kind: str) -> None:
+    """ "10" is two tokens here, "100" one."""
+    for rest in ("", "1", "10"):
+        check_border(kind, "the " + "100" * 134 + rest, "0b")
 
 
 def test_a_word_without_end_has_no_border() -> None:

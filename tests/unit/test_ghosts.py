@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hybrid_runtime.cache.ghosts import GhostIndex
 
-prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)
+prefixes = st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple)
 
 
 def as_tokens(tokens: tuple[int, ...] | list[int]) -> np.ndarray:
