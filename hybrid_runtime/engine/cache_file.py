@@ -24,7 +24,7 @@ from hybrid_runtime.memory.pools import LayerSpec, Pool, TensorSpec, bytes_per_s
 from hybrid_runtime.memory.slots import SlotArray, StateSlot
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.outputs import PrefixCacheFile
-from hybrid_runtime.scheduling.host_tier import follow
+from hybrid_runtime.scheduling.paths import checkpoint_at_end, follow
 from hybrid_runtime.scheduling.supply import SlotSupply
 
 FORMAT = "hybrid_runtime.prefix_cache"
@@ -126,10 +126,10 @@ class _LoadPlan:
         num_free_kv, num_free_states = tier.supply.kv.num_free, tier.supply.states.num_free
         for checkpoint in wanted:
             rows = index.rows(checkpoint)
-            walk = follow(tier.supply.cache, index.tokens[rows])
-            if walk.length == len(rows) == walk.nodes[-1].length and walk.nodes[-1].state_slot is not None:
+            tokens = index.tokens[rows]
+            if checkpoint_at_end(tier.supply.cache, tokens) is not None:
                 continue
-            missing = rows[walk.length :]
+            missing = rows[follow(tier.supply.cache, tokens).length :]
             missing = missing[~self._is_needed[missing]]
             if len(missing) > num_free_kv or num_free_states == 0:
                 self.rejected.append(checkpoint)

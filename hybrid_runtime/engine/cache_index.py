@@ -16,7 +16,7 @@ from hybrid_runtime.cache.node import Node, TokenArray
 from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.results import Checkpoint, join_slots
 from hybrid_runtime.memory.slots import SlotArray, StateSlot
-from hybrid_runtime.scheduling.host_tier import follow
+from hybrid_runtime.scheduling.paths import follow
 from hybrid_runtime.scheduling.supply import SlotSupply
 
 Ints = NDArray[np.int32]

@@ -15,11 +15,11 @@ from typing import Protocol
 import numpy as np
 
 from hybrid_runtime.cache.node import Node, TokenArray
-from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.cache.tree import Walk
 from hybrid_runtime.errors import PoolExhausted
 from hybrid_runtime.memory.slots import SlotArray, StateSlot, no_slots
+from hybrid_runtime.scheduling.paths import checkpoint_at_end, deepest_whole_node, follow
 from hybrid_runtime.scheduling.supply import SlotSupply
 
 _LOGGER = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class HostTier:
         Leaves the device's tree and slots as they are.
         """
         tokens = self._device.cache.path_tokens(node)
-        held = _checkpoint_at_end(self.host.cache, tokens)
+        held = checkpoint_at_end(self.host.cache, tokens)
         if held is not None:
             with _locked(self.host, held):
                 pass  # a use: the device had it for as long as it was of use there
@@ -199,7 +199,7 @@ class HostTier:
         to the host. Locks are not undone when any other exception passes: the engine starts over then.
         """
         tokens = source.cache.path_tokens(node)
-        receipt = destination.cache.lock_kv(_deepest_whole_node(destination.cache, tokens))
+        receipt = destination.cache.lock_kv(deepest_whole_node(destination.cache, tokens))
         num_missing = len(tokens) - receipt.node.length
         moved: int | OSError | None = None
         if destination.can_supply(num_missing + spare_kv, 1 + spare_states):
@@ -247,34 +247,6 @@ class HostTier:
         self.counts.num_failures += 1
         if self.counts.num_failures == 1:
             _LOGGER.error("%s a cached prefix failed; requests go on without it", action, exc_info=error)
-
-
-def follow(cache: RadixCache, tokens: TokenArray) -> Walk:
-    """All that `cache` has of a token sequence, its last token and KV beyond the deepest state included. Read-only."""
-    nodes: list[Node] = []
-    node, length = cache.root, 0
-    while length == node.length and length < len(tokens):
-        child = node.children.get(int(tokens[length]))
-        if child is None:
-            break
-        length += child.shared_length(tokens[length:])
-        nodes.append(child)
-        node = child
-    return Walk(nodes, length)
-
-
-def _checkpoint_at_end(cache: RadixCache, tokens: TokenArray) -> Node | None:
-    """The node of the state after exactly `tokens`, if there is one."""
-    walk = follow(cache, tokens)
-    if walk.length < len(tokens) or walk.nodes[-1].length > walk.length or walk.nodes[-1].state_slot is None:
-        return None
-    return walk.nodes[-1]
-
-
-def _deepest_whole_node(cache: RadixCache, tokens: TokenArray) -> Node:
-    """The deepest node that ends on the path of `tokens`; the root if none does."""
-    walk = follow(cache, tokens)
-    return next((node for node in reversed(walk.nodes) if node.length <= walk.length), cache.root)
 
 
 def _take_missing(supply: SlotSupply, tokens: TokenArray) -> tuple[Walk, SlotArray]:

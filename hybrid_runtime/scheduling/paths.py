@@ -1,0 +1,35 @@
+"""What a cache has of a token sequence, whether or not it could be resumed from there. Read-only."""
+
+from __future__ import annotations
+
+from hybrid_runtime.cache.node import Node, TokenArray
+from hybrid_runtime.cache.radix_cache import RadixCache
+from hybrid_runtime.cache.tree import Walk
+
+
+def follow(cache: RadixCache, tokens: TokenArray) -> Walk:
+    """All that `cache` has of a token sequence, its last token and KV beyond the deepest state included. Read-only."""
+    nodes: list[Node] = []
+    node, length = cache.root, 0
+    while length == node.length and length < len(tokens):
+        child = node.children.get(int(tokens[length]))
+        if child is None:
+            break
+        length += child.shared_length(tokens[length:])
+        nodes.append(child)
+        node = child
+    return Walk(nodes, length)
+
+
+def checkpoint_at_end(cache: RadixCache, tokens: TokenArray) -> Node | None:
+    """The node of the state after exactly `tokens`, if there is one."""
+    walk = follow(cache, tokens)
+    if walk.length < len(tokens) or walk.nodes[-1].length > walk.length or walk.nodes[-1].state_slot is None:
+        return None
+    return walk.nodes[-1]
+
+
+def deepest_whole_node(cache: RadixCache, tokens: TokenArray) -> Node:
+    """The deepest node that ends on the path of `tokens`; the root if none does."""
+    walk = follow(cache, tokens)
+    return next((node for node in reversed(walk.nodes) if node.length <= walk.length), cache.root)
