@@ -45,7 +45,7 @@ def test_the_last_boundary_is_kept_at_every_length(prompt_len: int, num_slots: i
     with runtime_of("kda", track_interval=INTERVAL) as rt:
         if num_slots == 2:
             use_two_track_slots(rt)
-        for count in range(1, 3 * INTERVAL + 1):
+        for count in range(1, 2 * INTERVAL + 2):
             rt.reset_prefix_cache()
             rt.generate(prompt, greedy(count))
             computed = prompt_len + count - 1

@@ -70,7 +70,7 @@ def check_border(kind: str, text: str, continuation: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=max(30, settings().max_examples // 5))
+@settings(max_examples=max(20, settings().max_examples // 5))
 @given(text=texts, continuation=texts)
 def test_what_follows_changes_no_token_before_the_border(kind: str, text: str, continuation: str) -> None:
     check_border(kind, text, continuation)
