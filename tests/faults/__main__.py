@@ -1,4 +1,4 @@
-"""Plants each fault of the table in a copy of the tracked files, runs its tests there, and prints what came of it.
+"""Plants each fault of the table in a copy of the sources, runs its tests there, and prints what came of it.
 
 A fault is caught if each of its tests fails; the same tests pass on an unchanged copy. Exits with 1 if one is missed.
 `python -m tests.faults WORD ...` plants the faults whose names hold one of the words.

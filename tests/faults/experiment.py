@@ -1,4 +1,4 @@
-"""Runs tests in a copy of the tracked files, with a fault planted there."""
+"""Runs tests in a copy of the sources, with a fault planted there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_tests(fault: Fault | None, tests: Sequence[str], *, timeout: int = TIMEO
     """Runs tests with a fault; None: in an unchanged copy. Raises ValueError if the fault cannot be planted."""
     with tempfile.TemporaryDirectory(prefix="fault-") as folder:
         copy, failures = Path(folder, "copy"), Path(folder, "failures.json")
-        copy_tracked_files(copy)
+        copy_sources(copy)
         if fault is not None:
             fault.plant(copy)
         options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.faults.plugin", f"--failures={failures}"]
@@ -70,9 +70,10 @@ def why_missed(fault: Fault, run: TestRun) -> str | None:
     return None
 
 
-def copy_tracked_files(destination: Path) -> None:
-    """Copies what is under version control, as it is in the working tree; links stay links."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+def copy_sources(destination: Path) -> None:
+    """Copies the working tree without what git ignores; links stay links."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).exists():  # it may have been removed in the working tree
             (destination / name).parent.mkdir(parents=True, exist_ok=True)

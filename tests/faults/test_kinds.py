@@ -154,6 +154,18 @@ def test_a_state_is_not_overwritten_before_it_is_copied() -> None:
     assert hit_of(engine, "resumes").num_cached_tokens == 1
 
 
+def test_a_hit_holds_its_state_only_until_it_is_copied() -> None:
+    """Also where the request leaves no checkpoint of its own, with which its lock would move on."""
+    engine = roomy(CheckpointPolicy(min_saving=4))
+    visit(engine, "first", range(10))
+    engine.add("again", range(10), 5)
+    engine.step()
+    assert hit_of(engine, "again").num_cached_tokens == 9
+    assert engine.memory.cache.num_protected_kv == 9
+    assert engine.memory.cache.num_protected_states == 0
+    finish(engine)
+
+
 def test_an_admission_that_fails_keeps_no_lock() -> None:
     """The prefix that it matched can go as soon as nobody runs on it."""
     engine = HashingEngine(num_kv=30, num_states=10, max_len=30, policy=CheckpointPolicy(min_saving=4))
