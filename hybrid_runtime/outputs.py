@@ -82,8 +82,9 @@ class RequestOutput:
     that a user, `chat` or `warmup` named), "interval" (inside a long prompt), "track" (inside an output) or "final"
     (end of a request). `cache_miss_reason` is "cold" (nothing that helps was ever there), "no_state_on_path" (tokens
     match, no checkpoint was ever among them), "state_evicted" (one was, and the tokens still match), "kv_evicted" (one
-    was, and so were the tokens), "too_short" (a prompt of one token), "prompt_logprobs" (every token must be computed)
-    or "disabled". Both are about the first sample.
+    was, and so were the tokens), "no_room" (one is there, but the request only fitted in without it), "too_short" (a
+    prompt of one token), "prompt_logprobs" (every token must be computed) or "disabled". Both are about the first
+    sample.
     """
 
     request_id: str

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hybrid_runtime.cache.node import Node, TokenArray
 from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.tree import Walk
+
+
+@dataclass(frozen=True)
+class Evictable:
+    """Slots of both pools that the cache could give up."""
+
+    num_kv: int
+    num_states: int
+
+
+def evictable_at(node: Node) -> Evictable:
+    """What a lock of `node` would keep from being evicted that nothing keeps yet. O(nodes on the path)."""
+    num_states = int(node.state_slot is not None and node.state_lock == 0)
+    num_kv = 0
+    above: Node | None = node
+    while above is not None and above.kv_lock == 0:  # whatever is above a locked node is locked
+        num_kv += len(above.key)
+        above = above.parent
+    return Evictable(num_kv, num_states)
 
 
 def follow(cache: RadixCache, tokens: TokenArray) -> Walk:

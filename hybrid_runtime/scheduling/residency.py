@@ -19,6 +19,7 @@ from hybrid_runtime.errors import PoolExhausted
 from hybrid_runtime.memory.request_table import RequestTable
 from hybrid_runtime.memory.slots import StateSlot
 from hybrid_runtime.scheduling.host_tier import HostTier
+from hybrid_runtime.scheduling.paths import evictable_at
 from hybrid_runtime.scheduling.placement import CheckpointPolicy, due_in_prompt
 from hybrid_runtime.scheduling.request import PrefixHit, Request, RequestStatus, Residence
 from hybrid_runtime.scheduling.supply import SlotSupply
@@ -90,11 +91,21 @@ class Residency:
         """
         if self.tier is not None:
             self.tier.restore(self._lookup_key(request), num_kv=request.num_tokens + headroom)
-        return self._move_in(request, self.match(request), headroom)
+        found = self.match(request)
+        return self._move_in(request, found, found, headroom)
 
     def match(self, request: Request) -> PrefixMatch:
-        """What the cache has for a request that waits. Read-only."""
-        return self.cache.match(self._lookup_key(request))
+        """What the cache has for a request that waits. Read-only.
+
+        A warm-up goes no further than to the first of its checkpoints that the tree does not have.
+        """
+        tokens = self._lookup_key(request)
+        match = self.cache.match(tokens)
+        for length in sorted(request.params.checkpoint_positions) if request.is_prefill_only else ():
+            beginning = self.cache.match(tokens[: length + 1])
+            if beginning.state_length < min(length, match.state_length):
+                return beginning
+        return match
 
     def reachable_length(self, request: Request) -> int:
         """Tokens that a request that waits could skip, if there is room. Read-only."""
@@ -104,7 +115,7 @@ class Residency:
 
     def admit_unmatched(self, request: Request) -> Admission | None:
         """As `admit`, but resumes from nothing, so that what the match would lock can be evicted for the request."""
-        return self._move_in(request, self.cache.match(NO_TOKENS), headroom=0)
+        return self._move_in(request, self.match(request), self.cache.match(NO_TOKENS), headroom=0)
 
     def extend(self, request: Request, kv_slots: NDArray[np.int32]) -> None:
         """Appends KV slots, which the request then owns, to its row."""
@@ -126,11 +137,12 @@ class Residency:
         What the slot held before is given up, if it was the latest such checkpoint.
         """
         residence = request.resident
-        if len(residence.track_slots) < self.policy.num_track_slots:
-            slot = self.take_checkpoint_slot("track")
-            if slot is not None:
-                residence.track_slots.insert(0, slot)
-        elif len(residence.track_slots) > 1:
+        wants_another = len(residence.track_slots) < self.policy.num_track_slots
+        if not residence.track_slots or (wants_another and self.supply.can_supply(0, 1)):
+            taken = self.take_checkpoint_slot("track")
+            if taken is not None:
+                residence.track_slots.insert(0, taken)
+        else:
             residence.track_slots.append(residence.track_slots.pop(0))
         if not residence.track_slots:
             return None
@@ -181,9 +193,14 @@ class Residency:
     def _lookup_key(self, request: Request) -> NDArray[np.int32]:
         return request.matchable_tokens if self.enabled else NO_TOKENS
 
-    def _move_in(self, request: Request, match: PrefixMatch, headroom: int) -> Admission | None:
+    def _move_in(self, request: Request, found: PrefixMatch, match: PrefixMatch, headroom: int) -> Admission | None:
+        """`found` is what the cache has for the request, `match` what it makes use of."""
+        num_own, kept = request.num_tokens - match.state_length, evictable_at(match.node)
+        # Before the lock, which counts as a use: a request that waits for room uses nothing.
+        if not self.supply.can_supply(num_own + headroom + kept.num_kv, 1 + kept.num_states):
+            return None
         receipt = self.cache.lock(match.node)
-        taken = self._take_for_residence(request.num_tokens - match.state_length, headroom)
+        taken = self._take_for_residence(num_own)
         if taken is None:
             self.supply.release(self.cache.unlock(receipt))
             return None
@@ -202,15 +219,13 @@ class Residency:
         request.following = None
         request.due_checkpoints = self._due_checkpoints(request, match)
         if request.prefix_hit is None:
-            request.prefix_hit = self._describe(request, match)
+            request.prefix_hit = self._describe(request, found, match)
             if self.enabled and not request.is_prefill_only:
                 self.lookups.add(request, request.prefix_hit)
         return Admission(request, match.state_slot)
 
-    def _take_for_residence(self, num_kv: int, headroom: int) -> tuple[int, StateSlot, NDArray[np.int32]] | None:
+    def _take_for_residence(self, num_kv: int) -> tuple[int, StateSlot, NDArray[np.int32]] | None:
         """A row, a working slot and KV slots; None, with none of them taken, if they are not all to be had."""
-        if not self.supply.can_supply(num_kv + headroom, 1):
-            return None
         try:
             with ExitStack() as undo:
                 row = self.table.allocate_row()
@@ -259,22 +274,24 @@ class Residency:
             kv_length=match.kv_length,
         )
 
-    def _describe(self, request: Request, match: PrefixMatch) -> PrefixHit:
+    def _describe(self, request: Request, found: PrefixMatch, match: PrefixMatch) -> PrefixHit:
         return PrefixHit(
             num_cached_tokens=match.state_length,
-            num_kv_matched_tokens=match.kv_length,
+            num_kv_matched_tokens=found.kv_length,
             checkpoint_origin=match.origin,
-            cache_miss_reason=None if match.state_length else self._miss_reason(request, match),
+            cache_miss_reason=None if match.state_length else self._miss_reason(request, found),
         )
 
-    def _miss_reason(self, request: Request, match: PrefixMatch) -> str:
+    def _miss_reason(self, request: Request, found: PrefixMatch) -> str:
         if not self.enabled:
             return "disabled"
         if request.wants_prompt_logprobs:
             return "prompt_logprobs"
         if request.tail_position == 0:
             return "too_short"
+        if found.state_length:
+            return "no_room"
         evicted = self.supply.ghosts.longest(request.tokens[:-1])
         if evicted:
-            return "state_evicted" if match.kv_length >= evicted else "kv_evicted"
-        return "no_state_on_path" if match.kv_length else "cold"
+            return "state_evicted" if found.kv_length >= evicted else "kv_evicted"
+        return "no_state_on_path" if found.kv_length else "cold"

@@ -81,7 +81,7 @@ class SlotSupply:
             )
 
     def _note_eviction(self, node: Node) -> None:
-        self.ghosts.remember(self.cache.path_tokens(node))
+        self.ghosts.remember(node)
         if self.on_evict is not None:
             self.on_evict(node)
 

@@ -214,3 +214,22 @@ def test_a_file_of_something_else(content: str | bytes, tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_prompts_file(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("with_start_token", [False, True])
+def test_a_text_that_a_request_has_left_already(with_start_token: bool) -> None:
+    """Its states lie behind the stable border: the warm-up starts again before that, and leaves one there."""
+    tokenizer = chat_tokenizer(with_start_token=with_start_token)
+    text, continuation = SYSTEM + "<|im_en", "d|>\n"
+    stable, length = stable_prompt_length(tokenizer, text), len(ids_of(text, with_start_token=with_start_token))
+    assert 0 < stable < length - 1
+    with runtime_of("kda", tokenizer=tokenizer) as rt:
+        rt.generate(text, greedy(4))
+        rt.warmup(text)
+        assert states_of(rt) == {stable: "hint", length - 1: "tail", length: "hint", length + 3: "final"}
+        assert hit(rt, text + continuation) == (stable, "hint")
+        computed = num_computed(rt)
+        rt.warmup(text)
+        assert num_computed(rt) - computed == 1
+        assert_content(rt, "kda")
+        assert_idle(rt)

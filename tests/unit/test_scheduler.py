@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from hybrid_runtime.cache.radix_cache import RadixCache
+from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.memory.allocator import SlotAllocator
 from hybrid_runtime.memory.request_table import RequestTable
+from hybrid_runtime.memory.slots import StateSlot
 from hybrid_runtime.sampling_params import SamplingParams
-from hybrid_runtime.scheduling.request import Request, RequestStatus, TokenBuffer
+from hybrid_runtime.scheduling.request import PrefixHit, Request, RequestStatus, TokenBuffer
 from hybrid_runtime.scheduling.residency import Residency
 from hybrid_runtime.scheduling.scheduler import ScheduledStep, Scheduler
 from hybrid_runtime.scheduling.supply import SlotSupply
@@ -192,3 +194,35 @@ def test_a_fresh_start_forgets_who_was_suspected(arrivals: Iterator[int]) -> Non
         scheduler.add(request)
     assert not any(request.runs_alone for request in requests)
     assert len(scheduler.schedule().requests) == 3
+
+
+def test_a_request_that_waits_for_room_uses_nothing(arrivals: Iterator[int]) -> None:
+    """However often its admission is tried: neither the recency nor the hits of what it would match change."""
+    scheduler = make_scheduler(kv=120)
+    shared = new_request(arrivals, 60)
+    scheduler.add(shared)
+    run(scheduler, scheduler.schedule())
+    scheduler.add(new_request(arrivals, 55, first=1000))
+    run(scheduler, scheduler.schedule())
+    scheduler.finish(shared)
+    run(scheduler, scheduler.schedule())
+    scheduler.add(new_request(arrivals, 80))
+    before = {node: (node.num_hits, node.last_used) for node in scheduler.residency.cache.nodes()}
+    assert before
+    for _ in range(3):
+        assert not scheduler.schedule().admissions
+    assert {node: (node.num_hits, node.last_used) for node in scheduler.residency.cache.nodes()} == before
+
+
+def test_a_match_that_must_be_evicted_for_the_request_is_no_room(arrivals: Iterator[int]) -> None:
+    scheduler = make_scheduler(kv=100, states=1)
+    scheduler.residency.cache.insert(
+        np.arange(30, dtype=np.int32),
+        scheduler.residency.supply.take_kv(30),
+        [Checkpoint(30, StateSlot(int(scheduler.residency.supply.take_states(1)[0])), "final")],
+    )
+    request = new_request(arrivals, 40)
+    scheduler.add(request)
+    [admission] = scheduler.schedule().admissions
+    assert admission.copied_from is None
+    assert request.prefix_hit == PrefixHit(0, 30, None, "no_room")
