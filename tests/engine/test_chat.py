@@ -27,7 +27,7 @@ LAST_TURN_IS_MARKED = (  # each turn is written otherwise as soon as another fol
 def rt() -> Any:
     with runtime_of("kda", tokenizer=chat_tokenizer(), num_kv_slots=4000) as rt:
         yield rt
-        assert_content(rt, "kda")
+        assert_content(rt)
         assert_idle(rt)
 
 
@@ -54,7 +54,7 @@ def test_the_second_conversation_resumes_behind_the_system_message(kind: str) ->
         prompts = [ids_of(rendered(messages)) for messages in (first, second)]
         assert [list(output.prompt_token_ids) for output in outputs] == prompts
         assert tokens_of(outputs) == solo_tokens(kind, prompts, [4, 4])
-        assert_content(rt, kind)
+        assert_content(rt)
         assert_idle(rt)
 
 

@@ -86,7 +86,7 @@ def test_hits_are_as_if_nothing_had_been_evicted(kind: str, place: str, tmp_path
         assert _host(rt).used_bytes == 0
     with runtime_of(kind) as roomy:  # what both tiers held, looked at in one
         assert roomy.load_prefix_cache(tmp_path / "saved").num_checkpoints >= stats.num_checkpoints
-        assert_content(roomy, kind)
+        assert_content(roomy)
 
 
 @pytest.mark.parametrize(("kind", "place"), TIERS)

@@ -46,7 +46,7 @@ def test_the_third_visitor_of_a_prefix_hits(kind: str, shared: int, own: int, rn
         assert [output.num_kv_matched_tokens for output in outputs] == [0, shared, shared, shared]
         assert tokens_of(outputs) == expected
         assert rt.stats().cache.num_kept_checkpoints["junction"] == 1
-        assert_content(rt, kind)
+        assert_content(rt)
         assert_idle(rt)
 
 
@@ -185,7 +185,7 @@ def test_a_preempted_request_computes_nothing_twice(kind: str, every: int, rng: 
         assert num_computed(rt) == 37 + 11
         assert output.num_cached_tokens == 0, "what a request finds of its own is no hit"
         assert rt.stats().cache.num_requests == 1
-        assert_content(rt, kind)
+        assert_content(rt)
         assert_idle(rt)
 
 

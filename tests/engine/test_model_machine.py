@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from hybrid_runtime import HybridRuntime
 from hybrid_runtime.config import EVICTION_POLICIES
-from tests.engine.content import assert_cached_content_is_right
+from tests.engine.cache_content import assert_content
 from tests.engine.helpers import MIXER_KINDS, assert_idle, greedy, poison_free_slots, runtime_of
 
 MAX_LEN = 24
@@ -112,7 +112,7 @@ class ModelMachine(RuleBasedStateMachine):
         while self.rt.has_unfinished:
             self._step()
         assert self.finished == set(self.prompts)
-        assert_cached_content_is_right(self.rt)
+        assert_content(self.rt)
         assert_idle(self.rt)
         self.rt.close()
 
