@@ -9,6 +9,7 @@ import numpy as np
 
 from hybrid_runtime.cache.eviction import EvictionOrder
 from hybrid_runtime.cache.lru import LRUOrder
+from hybrid_runtime.cache.marks import marked_length, marks_of, tokens_since_mark
 from hybrid_runtime.cache.node import Node
 from hybrid_runtime.cache.receipt import LockReceipt
 from hybrid_runtime.cache.tree import RadixTree
@@ -22,6 +23,7 @@ def check_tree(tree: RadixTree, receipts: Collection[LockReceipt]) -> None:
         _check_links(node)
         _check_contents(node)
     _check_slots_distinct(nodes)
+    _check_marks(tree.root, nodes)
     _check_locks(tree, nodes, receipts)
     _check_counters(tree, nodes)
     _check_order(tree.kv_order, [node for node in nodes if node.kv_lock == 0])
@@ -65,6 +67,17 @@ def _check_slots_distinct(nodes: list[Node]) -> None:
     assert len(np.unique(kv_slots)) == len(kv_slots), "a KV slot occurs twice or is the null slot"
     state_slots = [node.state_slot for node in nodes if node.state_slot is not None]
     assert len({0, *state_slots}) == len(state_slots) + 1, "a state slot occurs twice or is the null slot"
+
+
+def _check_marks(root: Node, nodes: list[Node]) -> None:
+    ends = {root: 0}
+    assert root.mark == 0
+    for node in nodes:
+        assert node.parent is not None
+        start, before = node.parent.length, ends[node.parent]
+        tokens = tokens_since_mark(start, node)
+        ends[node] = [before, *marks_of(tokens, marked_length(start), before)][-1]
+        assert node.mark in (None, ends[node]), f"{node} has a wrong mark"
 
 
 def _check_locks(tree: RadixTree, nodes: list[Node], receipts: Collection[LockReceipt]) -> None:

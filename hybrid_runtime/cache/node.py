@@ -18,10 +18,12 @@ class Node:
 
     `length` is the number of tokens from the root to this node's end, which is what a state here is exact for. A node
     without a state is a tombstone. The key is kept as `key_bytes`, int32 in native order, so that it can be compared as
-    memory. The fields are written by `RadixTree` alone.
+    memory. The fields are written by `RadixTree` alone, but for `mark`.
 
     `num_hits` counts how often the state here was locked, that is, resumed from; it survives the state's eviction.
-    `last_used` is when KV or state here were last used, in seconds of `time.monotonic`.
+    `last_used` is when KV or state here were last used, in seconds of `time.monotonic`. `mark` belongs to
+    `hybrid_runtime.cache.marks`: None until it is asked for, and true for as long as the node is in the tree, because
+    what precedes a node's end never changes.
     """
 
     __slots__ = (
@@ -31,6 +33,7 @@ class Node:
         "kv_slots",
         "last_used",
         "length",
+        "mark",
         "num_hits",
         "origin",
         "parent",
@@ -46,6 +49,7 @@ class Node:
         self.length: int = len(key) + (parent.length if parent is not None else 0)
         self.state_slot: StateSlot | None = None
         self.origin: str | None = None
+        self.mark: int | None = 0 if parent is None else None
         self.kv_lock = 0
         self.state_lock = 0
         self.num_hits = 0

@@ -6,13 +6,9 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
+from hybrid_runtime.cache.marks import mark_of, marked_length, marks_between
+from hybrid_runtime.cache.node import Node
 
-from hybrid_runtime.cache.node import Node, TokenArray
-
-MARK_INTERVAL = 64
-"""Evicted states are recognised by their tokens up to the last multiple of this."""
 GHOSTS_PER_STATE = 8
 """Evicted states remembered for each state that the tree ever held at once."""
 MEMORY = 500
@@ -60,16 +56,13 @@ class Kind:
 class _Record:
     """What is known of a state: `since` is the clock at its last use, `used` whether it was resumed from.
 
-    `known` is how many of its tokens were known before its request, `prefix_hash` the hash of all of them, and `mark`
-    of those up to the last multiple of `MARK_INTERVAL` (0 if that is none).
+    `known` is how many of its tokens were known before its request.
     """
 
     kind: Kind
     since: float
     used: bool
     known: int
-    prefix_hash: int
-    mark: int
 
     def change_kind(self, kind: Kind) -> None:
         self.kind.uncount_state()
@@ -79,10 +72,11 @@ class _Record:
 
 @dataclass(slots=True)
 class _Ghost:
-    """An evicted state; `kind` is None once its next use has been counted."""
+    """An evicted state; `kind` is None once its next use has been counted. `length` is that of its mark."""
 
     kind: Kind | None
     since: float
+    length: int
 
     def count_use(self, now: float) -> None:
         """Its prefix was asked for again. Only the first time is a use: after that the state is back."""
@@ -112,7 +106,6 @@ class ReuseHistory:
         self._records: dict[Node, _Record] = {}
         self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()
         self._max_ghosts = 0
-        self._hasher = PrefixHasher()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -131,33 +124,21 @@ class ReuseHistory:
 
         O(tokens and nodes between the two).
         """
-        above = self._nearest(node.parent, in_use=False)
-        source = self._nearest(above, in_use=True)
-        if above is None:
-            start, prefix_hash, mark, known = 0, 0, 0, 0
-        else:
-            record = self._records[above]
-            start, prefix_hash, mark = above.length, record.prefix_hash, record.mark
-            # A state nobody resumed from, above a new one, was left by the same request.
-            known = above.length if above is source else record.known
-        hashes = self._hasher.extend(prefix_hash, start, _tokens_between(above, node))
-        marks = hashes[MARK_INTERVAL - 1 - start % MARK_INTERVAL :: MARK_INTERVAL].tolist()
-        # Neither this search nor the rest of the method takes a step of Python for each mark.
-        found = next(filter(self._ghosts.__contains__, reversed(marks)), None)
-        if found is not None:
-            self._ghosts[found].count_use(now)
-            known = (start // MARK_INTERVAL + 1 + marks.index(found)) * MARK_INTERVAL
+        above, source = self._nearest(node)
+        record = self._records.get(above)
+        # A state nobody resumed from, above a new one, was left by the same request.
+        known = above.length if record is None or above is source else record.known
+        ghost_length = self._count_return(above, node, now)
+        if ghost_length:
+            known = ghost_length
         if source is not None:
             self._records[source].change_kind(self._kind(source.origin, _closeness(source.length, node.length)))
-        mark = marks[-1] if marks else mark
-        returned = found == mark
-        kind = (
-            self._kind(node.origin, None)
-            if returned
-            else self._kind(node.origin, "new", _closeness(known, node.length))
-        )
+        if ghost_length and ghost_length == marked_length(node.length):
+            kind = self._kind(node.origin, None)
+        else:
+            kind = self._kind(node.origin, "new", _closeness(known, node.length))
         kind.count_state()
-        self._records[node] = _Record(kind, now, False, known, int(hashes[-1]), mark)
+        self._records[node] = _Record(kind, now, False, known)
         self._max_ghosts = max(self._max_ghosts, GHOSTS_PER_STATE * len(self._records))
         return source
 
@@ -171,21 +152,39 @@ class ReuseHistory:
         record.kind.count_state()
 
     def evicted(self, node: Node) -> None:
-        """The state at `node` left the tree. O(1)."""
-        record = self._records.pop(node)
-        self._ghosts[record.mark] = _Ghost(record.kind, record.since)
-        self._ghosts.move_to_end(record.mark)
+        """The state at `node` is leaving the tree. O(tokens since the nearest node whose mark is known)."""
+        record, mark = self._records.pop(node), mark_of(node)
+        self._ghosts[mark] = _Ghost(record.kind, record.since, marked_length(node.length))
+        self._ghosts.move_to_end(mark)
         if len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
 
-    def _nearest(self, node: Node | None, *, in_use: bool) -> Node | None:
-        """The first of `node` and its ancestors that has a state, which if `in_use` some request resumed from."""
-        while node is not None:
-            record = self._records.get(node)
-            if record is not None and (not in_use or record.used or node.state_lock > 0):
-                return node
+    def _nearest(self, node: Node) -> tuple[Node, Node | None]:
+        """The nearest ancestor with a state, or the root, and the nearest whose state some request resumed from."""
+        above: Node | None = None
+        while node.parent is not None:
             node = node.parent
-        return None
+            record = self._records.get(node)
+            if record is not None:
+                above = above or node
+                if record.used or node.state_lock > 0:
+                    return above, node
+        return above or node, None
+
+    def _count_return(self, above: Node, node: Node, now: float) -> int:
+        """Counts a use of the longest evicted state among the prefixes of `node` that are longer than `above`.
+
+        Returns its length, rounded down to a mark; 0 if there is none.
+        """
+        if not self._ghosts:
+            return 0  # where nothing was evicted, no token is hashed
+        marks = marks_between(above, node)
+        found = next(filter(self._ghosts.__contains__, reversed(marks)), None)  # no step of Python for each mark
+        if found is None:
+            return 0
+        ghost = self._ghosts[found]
+        ghost.count_use(now)
+        return ghost.length
 
     def _kind(self, *key: Hashable) -> Kind:
         kind = self._kinds.get(key)
@@ -194,40 +193,7 @@ class ReuseHistory:
         return kind
 
 
-def _tokens_between(above: Node | None, node: Node) -> TokenArray:
-    """The tokens after those of `above` (None for the root) up to `node`, which is below it."""
-    keys: list[bytes] = []
-    each: Node | None = node
-    while each is not None and each is not above:
-        keys.append(each.key_bytes)
-        each = each.parent
-    return np.frombuffer(b"".join(reversed(keys)), dtype=np.int32)
-
-
 def _closeness(known: int, length: int) -> int:
     """0, 1 or 2: less than half, less than three quarters, or more of `length` tokens is known."""
     new = length - known
     return (2 * new <= length) + (4 * new <= length)
-
-
-class PrefixHasher:
-    """Hashes of all prefixes of a token sequence: sums of tokens times random weights of their places, modulo 2^64."""
-
-    def __init__(self) -> None:
-        self._rng = np.random.default_rng(0)
-        self._weights: NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
-
-    def extend(self, before: int, start: int, tokens: TokenArray) -> NDArray[np.uint64]:
-        """uint64 `[L]`: of the sequences that end with each of `tokens`, which follow `start` other ones.
-
-        `before` is the hash of those, 0 of none.
-        """
-        end = start + len(tokens)
-        if end > len(self._weights):
-            more = self._rng.integers(2**64, size=end, dtype=np.uint64)
-            self._weights = np.concatenate([self._weights, more])
-        # Inverted, token 0 counts, too; the product is of 32 by 64 bits without a copy of the tokens.
-        terms = np.invert(tokens).view(np.uint32) * self._weights[start:end]
-        hashes = np.cumsum(terms, out=terms)
-        hashes += np.uint64(before)
-        return hashes

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybrid_runtime.cache import reuse
+from hybrid_runtime.cache import marks
 from hybrid_runtime.cache.eviction import make_orders
 from hybrid_runtime.cache.lazy_heap import LazyHeap
+from hybrid_runtime.cache.marks import MARK_INTERVAL
 from hybrid_runtime.cache.node import Node
 from hybrid_runtime.cache.radix_cache import RadixCache
-from hybrid_runtime.cache.reuse import GHOSTS_PER_STATE, MARK_INTERVAL, MEMORY, Kind, PrefixHasher, ReuseHistory
+from hybrid_runtime.cache.reuse import GHOSTS_PER_STATE, MEMORY, Kind, ReuseHistory
 from hybrid_runtime.memory.slots import no_slots
 from tests.cache.helpers import POLICIES, Prefix, checkpoint, ints, prefix_of, state_contents
 from tests.cache.naive_cost import NaiveCost
@@ -80,20 +81,6 @@ def test_a_heap_compares_no_more_than_a_few_times_the_logarithm(exponent):
         heap.discard(first)
         heap.set(first, Priority(1 + rng.random()))
     assert Priority.num_compared <= 12 * exponent * num_steps
-
-
-def test_equal_hashes_mean_equal_prefixes():
-    rng = np.random.default_rng(0)
-    hasher = PrefixHasher()
-    prefixes: dict[int, bytes] = {}
-    for _ in range(300):
-        tokens = rng.integers(0, 3, size=rng.integers(1, 40), dtype=np.int32)
-        cut = int(rng.integers(0, len(tokens)))
-        front = hasher.extend(0, 0, tokens[:cut]).tolist()
-        back = hasher.extend(front[-1] if front else 0, cut, tokens[cut:]).tolist()
-        for length, value in enumerate(front + back, start=1):
-            assert prefixes.setdefault(value, tokens[:length].tobytes()) == tokens[:length].tobytes()
-    assert len(prefixes) > 1000
 
 
 def test_what_was_learned_long_ago_counts_less():
@@ -215,7 +202,7 @@ class User:
 @pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_priorities_are_what_whole_prefixes_say(seed, interval, monkeypatch):
-    monkeypatch.setattr(reuse, "MARK_INTERVAL", interval)
+    monkeypatch.setattr(marks, "MARK_INTERVAL", interval)
     checked: list[Checked] = []
 
     def make(policy):
