@@ -134,5 +134,7 @@ class ModelMachine(RuleBasedStateMachine):
 
 
 TestModelMachine = ModelMachine.TestCase
-# A forward of a real model costs milliseconds: the quick profile runs few examples, of many steps each.
-TestModelMachine.settings = settings(max_examples=12 if settings().max_examples < 1000 else settings().max_examples)
+# A forward of a real model costs milliseconds: the quick profile runs few examples, and none has many rules.
+TestModelMachine.settings = settings(
+    max_examples=20 if settings().max_examples < 1000 else settings().max_examples, stateful_step_count=20
+)
