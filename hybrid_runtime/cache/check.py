@@ -9,7 +9,7 @@ import numpy as np
 
 from hybrid_runtime.cache.eviction import EvictionOrder
 from hybrid_runtime.cache.lru import LRUOrder
-from hybrid_runtime.cache.marks import marked_length, marks_of, tokens_since_mark
+from hybrid_runtime.cache.marks import marks_of, tokens_since_mark
 from hybrid_runtime.cache.node import Node
 from hybrid_runtime.cache.receipt import LockReceipt
 from hybrid_runtime.cache.tree import RadixTree
@@ -74,9 +74,8 @@ def _check_marks(root: Node, nodes: list[Node]) -> None:
     assert root.mark == 0
     for node in nodes:
         assert node.parent is not None
-        start, before = node.parent.length, ends[node.parent]
-        tokens = tokens_since_mark(start, node)
-        ends[node] = [before, *marks_of(tokens, marked_length(start), before)][-1]
+        before = ends[node.parent]
+        ends[node] = [before, *marks_of(tokens_since_mark(node.parent.length, node), before)][-1]
         assert node.mark in (None, ends[node]), f"{node} has a wrong mark"
 
 

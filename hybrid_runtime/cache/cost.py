@@ -34,16 +34,19 @@ class CostStateOrder:
 
     def value(self, node: Node) -> float:
         """What a member is worth at this moment: its priority, if it were set now, less the clock."""
-        kind = self._history.kind(node)
-        assert kind is not None
-        value = kind.chance * self._tokens_to_compute(node, kind.chance)
+        records = self._history.records
+        kind = records[node].kind
+        chance, above = kind.chance, node.parent
+        while above is not None and ((record := records.get(above)) is None or record.kind.chance < chance):
+            above = above.parent
+        value = chance * (node.length - (0 if above is None else above.length))
         return value if value >= kind.mean_wait / 2 else 0.0
 
     def priority(self, node: Node) -> float:
         return self._heap.priority(node)
 
     def add(self, node: Node) -> None:
-        if self._history.kind(node) is not None:
+        if node in self._history.records:
             self._history.used(node, self.clock)  # only a lock takes a state out of the order and leaves it in the tree
         else:
             source = self._history.arrived(node, self.clock)
@@ -76,16 +79,6 @@ class CostStateOrder:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def _tokens_to_compute(self, node: Node, chance: float) -> int:
-        """Those since the nearest ancestor whose state has at least that chance."""
-        above = node.parent
-        while above is not None:
-            kind = self._history.kind(above)
-            if kind is not None and kind.chance >= chance:
-                return node.length - above.length
-            above = above.parent
-        return node.length
-
 
 class CostKVOrder:
     """Greedy-dual over the leaves' KV: priority = clock when it was last used + chance of the leaf's state.
@@ -103,8 +96,8 @@ class CostKVOrder:
 
     def value(self, leaf: Node) -> float:
         """What it is worth at this moment. A leaf without a state is about to be pruned."""
-        kind = self._history.kind(leaf)
-        return 0.0 if kind is None else kind.chance
+        record = self._history.records.get(leaf)
+        return 0.0 if record is None else record.kind.chance
 
     def priority(self, leaf: Node) -> float:
         return self._leaves.priority(leaf)

@@ -14,46 +14,36 @@ DEFAULT_CAPACITY = 4096
 class GhostIndex:
     """The names of the prefixes whose states were evicted last, at most `capacity` of them.
 
-    A name is the mark (`hybrid_runtime.cache.marks`) and the tokens since. Two prefixes may share one; what an answer
-    is used for must allow that.
+    A name is the mark (`hybrid_runtime.cache.marks`) and the tokens since, as bytes. Two prefixes may share one; what
+    an answer is used for must allow that.
     """
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
         self._capacity = capacity
         self._members: OrderedDict[tuple[int, bytes], None] = OrderedDict()
-        self._by_mark: dict[int, set[bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._members)
 
     def remember(self, node: Node) -> None:
-        """Notes that the state at `node` was evicted. O(tokens since the nearest node whose mark is known)."""
-        member = (mark_of(node), tokens_since_mark(node.length, node).tobytes())
-        if member in self._members:
-            self._members.move_to_end(member)
-            return
+        """Notes that the state at `node` is being evicted. O(tokens since the nearest node whose mark is known)."""
+        member = mark_of(node), tokens_since_mark(node.length, node)
         self._members[member] = None
-        mark, rest = member
-        self._by_mark.setdefault(mark, set()).add(rest)
+        self._members.move_to_end(member)
         if len(self._members) > self._capacity:
-            (mark, rest), _ = self._members.popitem(last=False)
-            self._by_mark[mark].remove(rest)
-            if not self._by_mark[mark]:
-                del self._by_mark[mark]
+            self._members.popitem(last=False)
 
     def longest(self, tokens: TokenArray) -> int:
         """Length of the longest prefix of `tokens` that is remembered; 0 if none is. O(L + members)."""
-        if not self._members:
-            return 0
-        data = tokens.tobytes()
-        for number, mark in reversed(list(enumerate([0, *marks_of(tokens)]))):
-            start = number * marks.MARK_INTERVAL
-            rests = self._by_mark.get(mark, ())
-            found = [len(rest) for rest in rests if data.startswith(rest, start * tokens.itemsize)]
-            if found:
-                return start + max(found) // tokens.itemsize
-        return 0
+        data, interval = tokens.tobytes(), marks.MARK_INTERVAL * tokens.itemsize
+        starts = {mark: number * interval for number, mark in enumerate([0, *marks_of(data)])}
+        # All members are looked at, which is done for misses only; an index by mark would cost at each eviction.
+        ends = (
+            starts[mark] + len(rest)
+            for mark, rest in self._members
+            if mark in starts and data.startswith(rest, starts[mark])
+        )
+        return max(ends, default=0) // tokens.itemsize
 
     def clear(self) -> None:
         self._members.clear()
-        self._by_mark.clear()

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from hybrid_runtime.cache.node import Node
 
 _SLACK = 16
+_Entry = tuple[float, int, Node]
+"""Priority, number in the order of setting, and the member that it belonged or belongs to."""
 
 
 class LazyHeap:
@@ -19,8 +21,8 @@ class LazyHeap:
     """
 
     def __init__(self) -> None:
-        self._current: dict[Node, tuple[float, int]] = {}
-        self._entries: list[tuple[float, int, Node]] = []
+        self._current: dict[Node, _Entry] = {}
+        self._entries: list[_Entry] = []
         self._num_set = 0
 
     @property
@@ -31,8 +33,8 @@ class LazyHeap:
     def set(self, node: Node, priority: float) -> None:
         """Makes `node` a member, or changes its priority; it then comes after its equals."""
         self._num_set += 1  # no two entries share a number, so nodes are never compared
-        self._current[node] = priority, self._num_set
-        heapq.heappush(self._entries, (priority, self._num_set, node))
+        self._current[node] = entry = priority, self._num_set, node
+        heapq.heappush(self._entries, entry)
         self._tidy()
 
     def discard(self, node: Node) -> None:
@@ -45,15 +47,16 @@ class LazyHeap:
 
     def first(self) -> Node | None:
         while self._entries:
-            priority, number, node = self._entries[0]
-            if self._current.get(node) == (priority, number):
+            entry = self._entries[0]
+            node = entry[2]
+            if self._current.get(node) is entry:
                 return node
             heapq.heappop(self._entries)
         return None
 
     def _tidy(self) -> None:
         if len(self._entries) > 2 * len(self._current) + _SLACK:
-            self._entries = [(*place, node) for node, place in self._current.items()]
+            self._entries = list(self._current.values())
             heapq.heapify(self._entries)
 
     def __contains__(self, node: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -18,17 +18,14 @@ MEMORY = 500
 class Kind:
     """States that are expected to behave alike. Starts as if one of two had been used again, at once."""
 
-    __slots__ = ("_num_states", "_num_uses", "_sum_waits")
+    __slots__ = ("_num_states", "_num_uses", "_sum_waits", "chance")
 
     def __init__(self) -> None:
         self._num_states = 2.0
         self._num_uses = 1.0
         self._sum_waits = 0.0
-
-    @property
-    def chance(self) -> float:
+        self.chance = 0.5
         """Share of these states that were used again, in the tree or after they had been evicted."""
-        return self._num_uses / self._num_states
 
     @property
     def mean_wait(self) -> float:
@@ -41,19 +38,22 @@ class Kind:
             self._num_states /= 2
             self._num_uses /= 2
             self._sum_waits /= 2
+        self.chance = self._num_uses / self._num_states
 
     def uncount_state(self) -> None:
         """A state that was counted turned out to be of another kind."""
         self._num_states = max(self._num_states - 1, self._num_uses)
+        self.chance = self._num_uses / self._num_states
 
     def count_use(self, wait: float) -> None:
         self._num_uses += 1
         self._num_states = max(self._num_states, self._num_uses)
         self._sum_waits += wait
+        self.chance = self._num_uses / self._num_states
 
 
 @dataclass(slots=True)
-class _Record:
+class Record:
     """What is known of a state: `since` is the clock at its last use, `used` whether it was resumed from.
 
     `known` is how many of its tokens were known before its request.
@@ -102,22 +102,18 @@ class ReuseHistory:
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[Hashable, Kind] = {}
-        self._records: dict[Node, _Record] = {}
+        self.records: dict[Node, Record] = {}
+        """Of the states that have arrived. For others to read."""
+        self._kinds: defaultdict[tuple[Hashable, ...], Kind] = defaultdict(Kind)
         self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()
         self._max_ghosts = 0
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.records)
 
     @property
     def num_ghosts(self) -> int:
         return len(self._ghosts)
-
-    def kind(self, node: Node) -> Kind | None:
-        """Of the state at `node`; None if there is none, or it has not arrived yet."""
-        record = self._records.get(node)
-        return None if record is None else record.kind
 
     def arrived(self, node: Node, now: float) -> Node | None:
         """A state was attached to `node`. Returns the node that its request resumed from, which changed its kind.
@@ -125,35 +121,35 @@ class ReuseHistory:
         O(tokens and nodes between the two).
         """
         above, source = self._nearest(node)
-        record = self._records.get(above)
+        record = self.records.get(above)
         # A state nobody resumed from, above a new one, was left by the same request.
         known = above.length if record is None or above is source else record.known
         ghost_length = self._count_return(above, node, now)
         if ghost_length:
             known = ghost_length
         if source is not None:
-            self._records[source].change_kind(self._kind(source.origin, _closeness(source.length, node.length)))
+            self.records[source].change_kind(self._kinds[source.origin, _closeness(source.length, node.length)])
         if ghost_length and ghost_length == marked_length(node.length):
-            kind = self._kind(node.origin, None)
+            kind = self._kinds[node.origin, None]
         else:
-            kind = self._kind(node.origin, "new", _closeness(known, node.length))
+            kind = self._kinds[node.origin, "new", _closeness(known, node.length)]
         kind.count_state()
-        self._records[node] = _Record(kind, now, False, known)
-        self._max_ghosts = max(self._max_ghosts, GHOSTS_PER_STATE * len(self._records))
+        self.records[node] = Record(kind, now, False, known)
         return source
 
     def used(self, node: Node, now: float) -> None:
         """A request resumed from the state at `node`. O(1)."""
-        record = self._records[node]
+        record = self.records[node]
         record.kind.count_use(now - record.since)
         record.since = now
         record.used = True
-        record.kind = self._kind(node.origin, None)
+        record.kind = self._kinds[node.origin, None]
         record.kind.count_state()
 
     def evicted(self, node: Node) -> None:
         """The state at `node` is leaving the tree. O(tokens since the nearest node whose mark is known)."""
-        record, mark = self._records.pop(node), mark_of(node)
+        self._max_ghosts = max(self._max_ghosts, GHOSTS_PER_STATE * len(self.records))
+        record, mark = self.records.pop(node), mark_of(node)
         self._ghosts[mark] = _Ghost(record.kind, record.since, marked_length(node.length))
         self._ghosts.move_to_end(mark)
         if len(self._ghosts) > self._max_ghosts:
@@ -164,7 +160,7 @@ class ReuseHistory:
         above: Node | None = None
         while node.parent is not None:
             node = node.parent
-            record = self._records.get(node)
+            record = self.records.get(node)
             if record is not None:
                 above = above or node
                 if record.used or node.state_lock > 0:
@@ -185,12 +181,6 @@ class ReuseHistory:
         ghost = self._ghosts[found]
         ghost.count_use(now)
         return ghost.length
-
-    def _kind(self, *key: Hashable) -> Kind:
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = Kind()
-        return kind
 
 
 def _closeness(known: int, length: int) -> int:

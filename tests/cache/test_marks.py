@@ -8,7 +8,7 @@ import pytest
 
 from hybrid_runtime.cache import marks
 from hybrid_runtime.cache.marks import mark_of, marks_between, marks_of, tokens_since_mark
-from hybrid_runtime.cache.node import Node, TokenArray
+from hybrid_runtime.cache.node import Node
 from hybrid_runtime.cache.radix_cache import RadixCache
 from tests.cache.helpers import checkpoint, ints, prefix_of
 
@@ -38,14 +38,15 @@ def test_marks_are_those_of_the_whole_prefix(interval: int, seed: int) -> None:
     for node in cache.nodes():
         prefix = prefix_of(node)
         marked = len(prefix) // interval * interval
-        whole = marks_of(ints(prefix))
+        whole = marks_of(ints(prefix).tobytes())
         assert mark_of(node) == [0, *whole][-1]
         assert prefixes.setdefault(mark_of(node), prefix[:marked]) == prefix[:marked], "two prefixes share a mark"
-        assert tokens_since_mark(node.length, node).tolist() == list(prefix[marked:])
+        assert tokens_since_mark(node.length, node) == ints(prefix[marked:]).tobytes()
         above: Node | None = node
         while above is not None:
             assert marks_between(above, node) == whole[above.length // interval :]
-            assert tokens_since_mark(above.length, node).tolist() == list(prefix[above.length // interval * interval :])
+            rest = prefix[above.length // interval * interval :]
+            assert tokens_since_mark(above.length, node) == ints(rest).tobytes()
             above = above.parent
     cache.check()
     assert len(prefixes) > 20
@@ -61,12 +62,12 @@ def test_a_mark_is_kept_and_those_below_start_from_it(interval: int, monkeypatch
     deepest.mark = None
     hashed: list[int] = []
 
-    def count_and_hash(tokens: TokenArray, start: int, before: int) -> list[int]:
-        hashed.append(len(tokens))
-        return marks_of(tokens, start, before)
+    def count_and_hash(tokens: bytes, before: int) -> list[int]:
+        hashed.append(len(tokens) // 4)
+        return marks_of(tokens, before)
 
     monkeypatch.setattr(marks, "marks_of", count_and_hash)
-    assert mark_of(deepest) == marks_of(ints(prefix_of(deepest)))[-1] != expected
+    assert mark_of(deepest) == marks_of(ints(prefix_of(deepest)).tobytes())[-1] != expected
     assert mark_of(deepest) == deepest.mark
     assert hashed == [deepest.length - above.length // interval * interval]
 

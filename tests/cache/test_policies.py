@@ -348,7 +348,7 @@ def test_a_state_that_is_evicted_again_is_remembered_anew():
         for _ in range(num_others):
             served.request(fresh(100))
         served.request(tokens)
-        kind = served.history.kind(served.cache.match(tokens).node)
+        kind = served.history.records[served.cache.match(tokens).node].kind
         assert (kind is served.history._kinds["tail", None]) == (num_others <= GHOSTS_PER_STATE)
 
 
@@ -373,8 +373,7 @@ def test_what_the_clock_would_overtake_before_its_use_is_next_to_go():
     tokens = fresh(100)
     served.request(tokens)
     node = served.cache.match(tokens).node
-    kind = served.history.kind(node)
-    assert kind is not None
+    kind = served.history.records[node].kind
     for wait, worthless in [(200.0, False), (10_000.0, True)]:
         kind.count_use(wait)
         assert (order.value(node) == 0) == worthless
