@@ -70,7 +70,7 @@ class SlotSupply:
         self.kv.release(slots)
 
     def release_states(self, slots: Iterable[int]) -> None:
-        self.states.release(np.fromiter(slots, dtype=np.int32))
+        self.states.release(slots)
 
     def _require(self, num_kv: int, num_states: int) -> None:
         if not self.can_supply(num_kv, num_states):
