@@ -71,17 +71,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, console: Console) -> None:
+    for path in (options.prefix_cache_file, options.render):
+        if path is not None and not path.parent.is_dir():  # found before the work, not after it
+            raise FileNotFoundError(f"there is no folder {str(path.parent)!r} to write {path.name!r} to")
     with HybridRuntime(options.model, seed=options.seed) as rt:
         if options.prefix_cache_file is not None and options.prefix_cache_file.exists():
             rt.load_prefix_cache(options.prefix_cache_file)
         warm_up(rt, options)
-        outputs = rt.generate(options.prompts, max_tokens=options.max_tokens, temperature=options.temperature)
+        outputs = rt.generate(
+            options.prompts, max_tokens=options.max_tokens, temperature=options.temperature, use_tqdm=True
+        )
         for output in outputs:
             console.print(_panel(output))
         if options.prefix_cache_file is not None:
-            rt.save_prefix_cache(options.prefix_cache_file)
+            saved = rt.save_prefix_cache(options.prefix_cache_file)
+            console.print(f"{saved.num_checkpoints} checkpoints are in {options.prefix_cache_file}.")
         if options.render is not None:
             rt.prefix_cache.render(options.render, console=console)
+            console.print(f"The picture is in {options.render}.")
 
 
 def _panel(output: RequestOutput) -> Panel:
@@ -91,4 +98,3 @@ def _panel(output: RequestOutput) -> Panel:
     reason = output.checkpoint_origin or output.cache_miss_reason
     text = Text(output.prompt or "", style="dim").append(sample.text, style="bold")
     return Panel(text, title=f"{cached} ({reason})", title_align="left", subtitle=f"{sample.finish_reason}")
-

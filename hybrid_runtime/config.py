@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 DTYPES = ("float32", "bfloat16", "float64")
 STATE_DTYPES = ("float32", "float64")  # states accumulate over thousands of tokens: nothing narrower
 EVICTION_POLICIES = ("cost", "lru")
+DEFAULT_MIN_SAVING = 32  # tokens
 INT64_MAX = 2**63 - 1
 
 _OPTIONAL_COUNTS = (
@@ -33,27 +35,49 @@ class RuntimeConfig:
 
     `None` for a size means that the memory plan chooses it. Raises ValueError, naming the field and the value, for a
     value of the wrong type or out of range.
+
+    Fields:
+    device: "auto": CUDA where there is one, else the CPU; or "cpu", "cuda", "cuda:<index>"
+    dtype: of weights and activations, one of DTYPES; None: as the model
+    state_dtype: of the recurrent states in their pool; a float64 model's are float64 anyhow
+    kv_dtype: of K and V in their pool, one of DTYPES; None: as `dtype`
+    max_num_seqs: rows that run at once
+    max_model_len: tokens of prompt and output together; None: the model's limit, if it fits
+    max_num_batched_tokens: prefill tokens of one step
+    num_kv_slots: tokens that the KV pool holds
+    num_state_slots: recurrent states that the state pool holds
+    memory_bytes: of both pools together; None: a share of the free memory
+    enable_prefix_cache: off: nothing is looked up and nothing is kept
+    eviction: "cost": what is expected to save the least goes first; "lru": the least recently used
+    host_cache_bytes: of host memory, for what the pools evict; 0: none
+    host_cache_path: a file to make for these bytes instead, on a CPU only; scratch space, gone when the runtime is
+        closed
+    checkpoint_interval: tokens between checkpoints inside a prompt; None: off
+    track_interval: decoded tokens between periodic checkpoints; None: off
+    min_saving: tokens that a checkpoint at a junction, or waiting for another request, must save
+    seed: the seeds of requests that bring none are drawn from it
+    debug_checks: assert after every step that each slot of both pools has one owner
     """
 
-    device: str = "auto"  # "auto": CUDA where there is one, else the CPU; or "cpu", "cuda", "cuda:<index>"
-    dtype: str | None = None  # of weights and activations, one of DTYPES; None: as the model
-    state_dtype: str = "float32"  # of the recurrent states in their pool; a float64 model's are float64 anyhow
-    kv_dtype: str | None = None  # of K and V in their pool, one of DTYPES; None: as `dtype`
-    max_num_seqs: int = 32  # rows that run at once
-    max_model_len: int | None = None  # tokens of prompt and output together; None: the model's limit, if it fits
-    max_num_batched_tokens: int = 2048  # prefill tokens of one step
-    num_kv_slots: int | None = None  # tokens that the KV pool holds
-    num_state_slots: int | None = None  # recurrent states that the state pool holds
-    memory_bytes: int | None = None  # of both pools together; None: a share of the free memory
+    device: str = "auto"
+    dtype: str | None = None
+    state_dtype: str = "float32"
+    kv_dtype: str | None = None
+    max_num_seqs: int = 32
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 2048
+    num_kv_slots: int | None = None
+    num_state_slots: int | None = None
+    memory_bytes: int | None = None
     enable_prefix_cache: bool = True
-    eviction: str = "cost"  # one of EVICTION_POLICIES: by what a state saves, or least recently used
-    host_cache_bytes: int = 0  # of host memory, for what the pools evict
-    host_cache_path: str | None = None  # a file to make, CPU only: these bytes are on disk, not in memory
-    checkpoint_interval: int | None = None  # tokens between checkpoints inside a prompt; None: off
-    track_interval: int | None = 256  # decoded tokens between periodic checkpoints; None: off
-    min_saving: int = 32  # tokens that a checkpoint at a junction, or waiting for another request, must save
-    seed: int = 0  # the seeds of requests that bring none are drawn from it
-    debug_checks: bool = False  # assert the conservation of both pools after every step
+    eviction: str = "cost"
+    host_cache_bytes: int = 0
+    host_cache_path: str | os.PathLike[str] | None = None
+    checkpoint_interval: int | None = None
+    track_interval: int | None = 256
+    min_saving: int = DEFAULT_MIN_SAVING
+    seed: int = 0
+    debug_checks: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
@@ -69,14 +93,21 @@ class RuntimeConfig:
                 require_int(name, getattr(self, name), minimum=1)
         for name in ("seed", "host_cache_bytes"):
             require_int(name, getattr(self, name), minimum=0, maximum=INT64_MAX)
-        if self.host_cache_path is not None:
-            if not isinstance(self.host_cache_path, str) or not self.host_cache_path:
-                raise invalid("host_cache_path", self.host_cache_path, "must be a non-empty string or None")
-            if not self.host_cache_bytes:
-                raise ValueError(f"host_cache_path={self.host_cache_path!r} needs host_cache_bytes, which is 0")
         for name in ("enable_prefix_cache", "debug_checks"):
             require_bool(name, getattr(self, name))
+        self._check_host_cache()
         normalize_integers(self)
+
+    def _check_host_cache(self) -> None:
+        if isinstance(self.host_cache_path, os.PathLike):
+            object.__setattr__(self, "host_cache_path", os.fspath(self.host_cache_path))
+        if self.host_cache_path is not None:
+            if not isinstance(self.host_cache_path, str) or not self.host_cache_path:
+                raise invalid("host_cache_path", self.host_cache_path, "must be a path or None")
+            if not self.host_cache_bytes:
+                raise ValueError(f"host_cache_path={self.host_cache_path!r} needs host_cache_bytes, which is 0")
+        if self.host_cache_bytes and not self.enable_prefix_cache:
+            raise ValueError(f"host_cache_bytes={self.host_cache_bytes} needs enable_prefix_cache=True")
 
     @classmethod
     def with_overrides(cls, config: RuntimeConfig | None, overrides: Mapping[str, Any]) -> RuntimeConfig:

@@ -32,7 +32,7 @@ class HybridRuntime:
     """Serves many requests at once on one hybrid model, reusing common prefixes of KV and recurrent states.
 
     `model`: a transformers model in memory (its parameters are shared, not copied), a checkpoint folder or hub id, or
-    "tiny", the bundled checkpoint. Change its weights in place only, and empty the prefix cache then. `tokenizer`: a
+    "tiny", the bundled checkpoint. Change its weights in place only, and call `reset_prefix_cache` then. `tokenizer`: a
     transformers tokenizer; by default the checkpoint's. `overrides` are fields of `RuntimeConfig`. Not safe for use
     from several threads at once.
 
@@ -114,8 +114,10 @@ class HybridRuntime:
 
         `messages`: a list of `{"role": ..., "content": ...}`, or a list of such lists. They become text by the
         tokenizer's chat template, or by `chat_template`; `tools` and `chat_template_kwargs` are passed on to it. The
-        other arguments are those of `generate`. A conversation that goes on resumes at the end of the last answer,
-        another one with the same first turns, say a system message, at the end of these.
+        other arguments are those of `generate`. A conversation that goes on resumes at the end of the last answer if
+        the template writes its text again and the tokenizer its tokens (special tokens around turns see to that), else
+        at the last checkpoint before the first token that differs; another one with the same first turns, say a system
+        message, at the end of these.
 
         Raises ValueError for bad input, a missing template, or messages that the template refuses.
         """
@@ -347,7 +349,8 @@ def _device(name: str) -> torch.device:
     device = torch.device(name)
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= num_devices:
-        raise invalid("device", name, f"must name one of the {num_devices} CUDA devices there are")
+        has = f"the CUDA devices are 0 to {num_devices - 1}" if num_devices else "there is no CUDA device here"
+        raise ValueError(f"device {name!r} cannot be used: {has}")
     return device
 
 

@@ -29,16 +29,37 @@ class SamplingParams:
     are kept as tuples, and `logit_bias` as a copy. Raises ValueError, naming the field and the value, for a value of
     the wrong type or out of range, for duplicates, and for what cannot be meant (`min_tokens > max_tokens`, several
     greedy samples).
+
+    Fields:
+    max_tokens: new tokens at most; None: until the context is full
+    min_tokens: no stop token before that many; stop strings are not looked for either
+    temperature: divides the logits; 0: greedy
+    top_k: keep that many of the most likely tokens; 0 or -1: all
+    top_p: keep the most likely tokens whose probabilities add up to it
+    min_p: keep tokens at least this many times as likely as the most likely one
+    n: samples of the same prompt
+    seed: of the random draws; None: drawn from the runtime's
+    stop: strings that end the output; not part of it unless `include_stop_str_in_output`
+    stop_token_ids: tokens that end the output, beside the model's end-of-sequence tokens
+    ignore_eos: go on behind an end-of-sequence token
+    include_stop_str_in_output: keep the stop string, or the stop token's text
+    presence_penalty: subtracted from the logits of tokens that the output has
+    frequency_penalty: the same, times how often it has them
+    repetition_penalty: divides positive logits, and multiplies negative ones, of tokens of prompt and output
+    logit_bias: token id -> number added to its logit
+    logprobs: that many most likely tokens beside the sampled one
+    prompt_logprobs: the same for each token of the prompt; all of it is computed then
+    checkpoint_positions: prompt lengths in tokens after which later prompts will part ways
     """
 
-    max_tokens: int | None = 16  # None: until the context is full
-    min_tokens: int = 0  # no stop token before that many; stop strings are not looked for either
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # 0 or -1: off
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    n: int = 1  # samples of the same prompt
-    seed: int | None = None  # None: drawn from the runtime's
+    n: int = 1
+    seed: int | None = None
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
@@ -47,9 +68,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
-    logprobs: int | None = None  # that many most likely tokens beside the sampled one
+    logprobs: int | None = None
     prompt_logprobs: int | None = None
-    checkpoint_positions: Sequence[int] = ()  # prompt lengths in tokens after which later prompts will part ways
+    checkpoint_positions: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self._check_lengths()

@@ -111,7 +111,9 @@ class Engine:
 
         self._do("reset_prefix_cache()", work)
         if self.scheduler.running:
-            raise RuntimeError(f"{len(self.scheduler.running)} requests are running on the prefix cache")
+            raise RuntimeError(
+                f"{len(self.scheduler.running)} requests are running on the prefix cache: finish or abort them first"
+            )
 
     def run_between_steps(self, call: str, work: Callable[[], T], *, harmless: type[BaseException] = Exception) -> T:
         """Runs `work` while no step runs, and returns its result.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 
@@ -90,7 +91,7 @@ def _in_memory(
 
 
 def _in_file(
-    path: str,
+    path: str | os.PathLike[str],
     plan: HostPlan,
     kv_layers: Sequence[LayerSpec],
     state_layers: Sequence[LayerSpec],

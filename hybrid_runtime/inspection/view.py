@@ -52,9 +52,12 @@ class PrefixCacheView:
         between header and legend, none below more than `max_depth` forks; what is left out is summed up. The page has
         the same lines open and the rest folded. `console`: a `rich` console to print on, by default standard output.
 
-        Raises ValueError for a limit below 1, OSError if the page cannot be written.
+        Raises ValueError for a limit below 1 and for a path that does not end in .html, OSError if the page cannot be
+        written.
         """
         limits = _limits(max_lines, max_depth)
+        if path is not None and Path(path).suffix.lower() not in (".html", ".htm"):
+            raise ValueError(f"path must end in .html, as the page is HTML, not {os.fspath(path)!r}")
         if path is not None:
             Path(path).write_text(self.to_html(max_lines=max_lines, max_depth=max_depth), encoding="utf-8")
         print_picture(self._picture(limits), Console() if console is None else console)

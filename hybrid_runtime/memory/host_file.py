@@ -29,13 +29,17 @@ class HostFile:
     def __init__(self, path: str | os.PathLike[str], num_bytes: int) -> None:
         """Creates the file and reserves its bytes on the disk, where the system can.
 
-        Raises ValueError, with nothing left behind, if there is such a file already or the bytes are not to be had.
+        Raises ValueError, with nothing left behind, if there is such a file already or the bytes are not available.
         """
         try:
             self._file = open(path, "x+b", buffering=0)  # noqa: SIM115  # closed by close(), or with this object
             Path(path).unlink()
             if hasattr(os, "posix_fallocate") and num_bytes:
                 os.posix_fallocate(self._file.fileno(), 0, num_bytes)
+        except FileExistsError as error:
+            raise ValueError(
+                f"host_cache_path={str(path)!r} exists already: name a new file; it is scratch space and begins empty"
+            ) from error
         except OSError as error:
             raise ValueError(
                 f"host_cache_path={str(path)!r}: a file of {num_bytes:,} B cannot be made there: {error}"

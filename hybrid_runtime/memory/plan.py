@@ -75,7 +75,10 @@ def plan_memory(
             f"num_kv_slots={plan.num_kv_slots} and num_state_slots={plan.num_state_slots} takes {host_bytes:,} B"
         )
     if plan.num_bytes > limit:
-        raise ValueError(f"the pools do not fit: {plan.describe()}, but there are {limit:,} B for them")
+        raise ValueError(
+            f"the pools do not fit: {plan.describe()}, but there are {limit:,} B for them; raise memory_bytes, or "
+            "lower num_kv_slots, num_state_slots, max_model_len or max_num_seqs"
+        )
     if plan.num_kv_slots < plan.max_model_len:
         raise ValueError(
             f"max_model_len={plan.max_model_len} is more than the num_kv_slots={plan.num_kv_slots} that would have to "

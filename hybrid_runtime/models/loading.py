@@ -99,7 +99,7 @@ def _require_adapter(path: str) -> None:
         architectures = AutoConfig.from_pretrained(path).architectures or ()
     except OSError as error:
         raise FileNotFoundError(
-            f"{path} is neither a checkpoint folder here nor to be had from a hub: {error}"
+            f"{path} is no checkpoint folder here and could not be loaded from a hub: {error}"
         ) from error
     if architectures and not set(architectures) & set(supported_architectures()):
         raise UnsupportedModelError(

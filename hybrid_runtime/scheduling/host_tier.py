@@ -253,7 +253,7 @@ def _take_missing(supply: SlotSupply, tokens: TokenArray) -> tuple[Walk, SlotArr
     """What the tree has of `tokens`, and KV slots for the others, in ascending order.
 
     Taking slots may evict from the very end of the path that is to be kept, hence more than one round. Raises
-    PoolExhausted, and keeps none, if they are not all to be had.
+    PoolExhausted, and keeps none, if they are not all available.
     """
     kv_slots = no_slots()
     while (walk := follow(supply.cache, tokens)).length + len(kv_slots) < len(tokens):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-DEFAULT_MIN_SAVING = 32  # tokens
+from hybrid_runtime.config import DEFAULT_MIN_SAVING
 
 # Where several reasons meet at one length the first names the checkpoint; where slots are short it is served first.
 ORIGINS = ("hint", "tail", "junction", "interval", "track", "final")
@@ -51,7 +51,7 @@ def due_in_span(due: Mapping[int, str], start: int, stop: int) -> list[tuple[int
 
 
 def due_after_decode(policy: CheckpointPolicy, due: Mapping[int, str], *, prompt_len: int, length: int) -> str | None:
-    """The origin of the checkpoint that is due when a decode row has computed `length` tokens; None: no one is."""
+    """The origin of the checkpoint that is due when a decode row has computed `length` tokens; None: none is."""
     if length in due:
         return due[length]
     if policy.track_interval is not None and length > prompt_len and length % policy.track_interval == 0:

@@ -124,7 +124,7 @@ class Residency:
         residence.num_kv_slots += len(kv_slots)
 
     def take_checkpoint_slot(self, origin: str) -> StateSlot | None:
-        """A state slot for a checkpoint that is due; None, and counted as skipped, if there is none to be had."""
+        """A state slot for a checkpoint that is due; None, and counted as skipped, if none is available."""
         try:
             return StateSlot(int(self.supply.take_states(1)[0]))
         except PoolExhausted:
@@ -132,7 +132,7 @@ class Residency:
             return None
 
     def next_track_slot(self, request: Request) -> StateSlot | None:
-        """The request's slot that its next periodic checkpoint is to be written to; None if there is none to be had.
+        """The request's slot that its next periodic checkpoint is to be written to; None if none is available.
 
         What the slot held before is given up, if it was the latest such checkpoint.
         """
@@ -225,7 +225,7 @@ class Residency:
         return Admission(request, match.state_slot)
 
     def _take_for_residence(self, num_kv: int) -> tuple[int, StateSlot, NDArray[np.int32]] | None:
-        """A row, a working slot and KV slots; None, with none of them taken, if they are not all to be had."""
+        """A row, a working slot and KV slots; None, with none of them taken, if they are not all available."""
         try:
             with ExitStack() as undo:
                 row = self.table.allocate_row()
