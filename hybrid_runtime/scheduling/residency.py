@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,10 @@ from hybrid_runtime.errors import PoolExhausted
 from hybrid_runtime.memory.request_table import RequestTable
 from hybrid_runtime.memory.slots import StateSlot
 from hybrid_runtime.scheduling.host_tier import HostTier
+from hybrid_runtime.scheduling.lookups import LookupCounts, describe_lookup
 from hybrid_runtime.scheduling.paths import evictable_at
 from hybrid_runtime.scheduling.placement import CheckpointPolicy, due_in_prompt
-from hybrid_runtime.scheduling.request import PrefixHit, Request, RequestStatus, Residence
+from hybrid_runtime.scheduling.request import Request, RequestStatus, Residence
 from hybrid_runtime.scheduling.supply import SlotSupply
 
 NO_TOKENS = np.empty(0, dtype=np.int32)
@@ -33,28 +34,6 @@ class Admission:
 
     request: Request
     copied_from: int | None  # the tree's state slot that it resumes from
-
-
-@dataclass
-class LookupCounts:
-    """What looking for prefixes has brought so far. Each row counts once, at its first admission; warm-ups do not."""
-
-    num_requests: int = 0
-    num_hits: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    hits_by_origin: Counter[str] = field(default_factory=Counter)
-    misses_by_reason: Counter[str] = field(default_factory=Counter)
-
-    def add(self, request: Request, hit: PrefixHit) -> None:
-        self.num_requests += 1
-        if hit.checkpoint_origin is not None:
-            self.num_hits += 1
-            self.hits_by_origin[hit.checkpoint_origin] += 1
-        if hit.cache_miss_reason is not None:
-            self.misses_by_reason[hit.cache_miss_reason] += 1
-        self.num_prompt_tokens += request.tokens.prompt_len
-        self.num_cached_tokens += hit.num_cached_tokens
 
 
 class Residency:
@@ -219,7 +198,7 @@ class Residency:
         request.following = None
         request.due_checkpoints = self._due_checkpoints(request, match)
         if request.prefix_hit is None:
-            request.prefix_hit = self._describe(request, found, match)
+            request.prefix_hit = describe_lookup(request, found, match, self.supply.ghosts if self.enabled else None)
             if self.enabled and not request.is_prefill_only:
                 self.lookups.add(request, request.prefix_hit)
         return Admission(request, match.state_slot)
@@ -273,25 +252,3 @@ class Residency:
             state_length=match.state_length,
             kv_length=match.kv_length,
         )
-
-    def _describe(self, request: Request, found: PrefixMatch, match: PrefixMatch) -> PrefixHit:
-        return PrefixHit(
-            num_cached_tokens=match.state_length,
-            num_kv_matched_tokens=found.kv_length,
-            checkpoint_origin=match.origin,
-            cache_miss_reason=None if match.state_length else self._miss_reason(request, found),
-        )
-
-    def _miss_reason(self, request: Request, found: PrefixMatch) -> str:
-        if not self.enabled:
-            return "disabled"
-        if request.wants_prompt_logprobs:
-            return "prompt_logprobs"
-        if request.tail_position == 0:
-            return "too_short"
-        if found.state_length:
-            return "no_room"
-        evicted = self.supply.ghosts.longest(request.tokens[:-1])
-        if evicted:
-            return "state_evicted" if found.kv_length >= evicted else "kv_evicted"
-        return "no_state_on_path" if found.kv_length else "cold"
