@@ -39,14 +39,17 @@ def marks_of(tokens: bytes, before: int = 0) -> list[int]:
 def mark_of(node: Node) -> int:
     """The mark of the longest marked prefix that ends at `node` or above it; 0 if that is none.
 
-    It stays on the node. O(tokens and nodes down from the nearest node that has its own).
+    It stays on the node and on those above that had none. O(tokens and nodes since the nearest that has its own).
     """
-    if node.mark is None:
-        above = node.parent
-        while above is not None and above.mark is None:
-            above = above.parent
-        assert above is not None, "the root has its mark from the start"
-        marks_between(above, node)
+    unmarked: list[Node] = []
+    above = node
+    while above.mark is None:
+        assert above.parent is not None, "the root has its mark from the start"
+        unmarked.append(above)
+        above = above.parent
+    for lower in reversed(unmarked):
+        marks_between(above, lower)
+        above = lower
     assert node.mark is not None
     return node.mark
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from hybrid_runtime.cache import marks
-from hybrid_runtime.cache.marks import mark_of, marks_between, marks_of, tokens_since_mark
+from hybrid_runtime.cache.ghosts import GhostIndex
+from hybrid_runtime.cache.marks import MARK_INTERVAL, mark_of, marks_between, marks_of, tokens_since_mark
 from hybrid_runtime.cache.node import Node
 from hybrid_runtime.cache.radix_cache import RadixCache
-from tests.cache.helpers import checkpoint, ints, prefix_of
+from tests.cache.helpers import POLICIES, checkpoint, ints, prefix_of
 
 
 def random_cache(seed: int) -> RadixCache:
@@ -78,3 +80,33 @@ def test_the_check_finds_a_wrong_mark() -> None:
     node.mark = mark_of(node) + 1
     with pytest.raises(AssertionError, match="mark"):
         cache.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_are_hashed_once_and_only_where_something_was_evicted(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of a conversation, each with a state before its last token and one at its end, beside both memories."""
+    num_hashed = 0
+
+    def count_and_hash(tokens: bytes, before: int) -> list[int]:
+        nonlocal num_hashed
+        num_hashed += len(tokens) // 4
+        return marks_of(tokens, before)
+
+    monkeypatch.setattr(marks, "marks_of", count_and_hash)
+    ghosts = GhostIndex()
+    cache = RadixCache(policy, on_evict=ghosts.remember)
+    tokens = np.arange(20 * 500, dtype=np.int32)
+    for turn in range(1, 21):
+        end = 500 * turn
+        known = cache.match(tokens[:end]).kv_length
+        states = [checkpoint(end - 1, 2 * turn), checkpoint(end, 2 * turn + 1)]
+        cache.insert(tokens[:end], tokens[:end] + 1, states, protected_length=known)
+        if turn == 10:
+            assert num_hashed == 0
+        if turn >= 10:
+            cache.evict_state(2)
+    cache.evict_state(40)
+    assert len(ghosts) == 40
+    assert len(tokens) - MARK_INTERVAL < num_hashed < len(tokens) + 40 * MARK_INTERVAL

@@ -99,3 +99,10 @@ def test_names_hardly_ever_meet(monkeypatch: pytest.MonkeyPatch) -> None:
         index.remember(node_of(tokens))
         seen.add(tuple(tokens.tolist()))
     assert len(index) == len(seen)
+
+
+def test_what_is_evicted_again_is_among_the_latest() -> None:
+    index = GhostIndex(capacity=2)
+    for token in (1, 2, 1, 3):
+        index.remember(node_of(as_tokens([token])))
+    assert [index.longest(as_tokens([token])) for token in (1, 2, 3)] == [1, 0, 1]
