@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace, console: Console) -> None:
     for path in (options.prefix_cache_file, options.render):
-        if path is not None and not path.parent.is_dir():  # found before the work, not after it
-            raise FileNotFoundError(f"there is no folder {str(path.parent)!r} to write {path.name!r} to")
+        if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):  # found before the work, not after it
+            raise FileNotFoundError(f"{path.name!r} cannot be written: {str(path.parent)!r} is no folder for it")
     with HybridRuntime(options.model, seed=options.seed) as rt:
         if options.prefix_cache_file is not None and options.prefix_cache_file.exists():
             rt.load_prefix_cache(options.prefix_cache_file)

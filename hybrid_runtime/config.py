@@ -102,7 +102,8 @@ class RuntimeConfig:
         if isinstance(self.host_cache_path, os.PathLike):
             object.__setattr__(self, "host_cache_path", os.fspath(self.host_cache_path))
         if self.host_cache_path is not None:
-            if not isinstance(self.host_cache_path, str) or not self.host_cache_path:
+            path = self.host_cache_path
+            if not isinstance(path, str) or not path or "\0" in path:
                 raise invalid("host_cache_path", self.host_cache_path, "must be a path or None")
             if not self.host_cache_bytes:
                 raise ValueError(f"host_cache_path={self.host_cache_path!r} needs host_cache_bytes, which is 0")

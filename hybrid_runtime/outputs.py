@@ -94,7 +94,7 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     num_cached_tokens: int  # prompt tokens whose compute was skipped
-    num_kv_matched_tokens: int  # prompt tokens whose KV was in the cache, computed again or not
+    num_kv_matched_tokens: int  # prompt tokens found in the cache, computed again or not; 0 if it was not looked at
     checkpoint_origin: str | None  # why the state that was resumed from had been kept; None without a hit
     cache_miss_reason: str | None  # why nothing was skipped; None with a hit
     metrics: RequestMetrics
@@ -119,7 +119,7 @@ class PoolStats:
 class CacheStats:
     """What the prefix cache did since the start."""
 
-    num_requests: int = 0  # requests that looked for a prefix
+    num_requests: int = 0  # rows that looked for a prefix: each sample of a request is one
     num_hits: int = 0  # of which resumed from a checkpoint
     num_prompt_tokens: int = 0  # of the requests that looked
     num_cached_tokens: int = 0  # of which skipped

@@ -131,7 +131,8 @@ class HybridRuntime:
 
         Afterwards a request whose tokens start with one of them skips all its tokens; one that equals it all but the
         last, which must run. Where a request's text starts with that of a prompt, the tokens at the seam may be others;
-        then all tokens are skipped that no continuation of the text could have changed.
+        then all tokens are skipped that no continuation of the text could have changed. That holds as far as the pools
+        have room for the prompts and for two or three states of each, and until these are evicted.
 
         Raises ValueError for bad input or without a prefix cache, RuntimeError if a prompt's forward fails.
         """
@@ -249,7 +250,7 @@ class HybridRuntime:
 
         May be called while requests run. Raises OSError where the file cannot be written; an older one is left then.
         """
-        return self._run_on_cache("save_prefix_cache()", save_cache, path, harmless=BaseException)
+        return self._run_on_cache("save_prefix_cache()", save_cache, path, harmless=(BaseException,))
 
     def load_prefix_cache(self, path: str | os.PathLike[str]) -> PrefixCacheFile:
         """Adds what `save_prefix_cache` wrote to the cache, as far as there are free slots, the most useful first.
@@ -258,11 +259,12 @@ class HybridRuntime:
         be called while requests run. Raises ValueError, with nothing changed, for a file that is truncated or
         corrupted or that other weights, dtypes or pool layouts left, and OSError for one that cannot be read.
         """
-        return self._run_on_cache("load_prefix_cache()", load_cache, path, harmless=Exception)
+        return self._run_on_cache("load_prefix_cache()", load_cache, path, harmless=(ValueError, OSError))
 
     def stats(self) -> RuntimeStats:
         """Counters of pools, cache and scheduler, now."""
         self._require_open()
+        self._engine.settle()
         return collect_stats(self._engine)
 
     def close(self) -> None:
@@ -327,13 +329,13 @@ class HybridRuntime:
         work: Callable[[str | os.PathLike[str], EngineMemory, HybridModel], PrefixCacheFile],
         path: str | os.PathLike[str],
         *,
-        harmless: type[BaseException],
+        harmless: tuple[type[BaseException], ...],
     ) -> PrefixCacheFile:
         self._require_open()
         if not self.config.enable_prefix_cache:
             raise ValueError(f"{call} needs a prefix cache: enable_prefix_cache is False")
-        if not isinstance(path, str | os.PathLike):
-            raise invalid("path", path, "must be a path")
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise invalid("path", path, "must be the path of a file")
         return self._engine.run_between_steps(
             call, lambda: work(path, self._engine.memory, self.model), harmless=harmless
         )

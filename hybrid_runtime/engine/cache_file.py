@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,7 @@ from hybrid_runtime.memory.slots import SlotArray, StateSlot
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.outputs import PrefixCacheFile
 from hybrid_runtime.scheduling.paths import checkpoint_at_end, follow
+from hybrid_runtime.scheduling.placement import ORIGINS
 from hybrid_runtime.scheduling.supply import SlotSupply
 
 FORMAT = "hybrid_runtime.prefix_cache"
@@ -51,6 +53,9 @@ def save_cache(path: str | os.PathLike[str], memory: EngineMemory, model: Hybrid
 
     Holds a few megabytes of contents at a time. Raises OSError, and leaves the old file as it was, if that fails.
     """
+    target = os.path.realpath(path)  # of a link, what it points to is written
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise OSError(errno.EINVAL, "the prefix cache cannot be saved: there is something that is no file", target)
     tiers = _tiers(memory)
     index, slots = merge_trees([tier.supply for tier in tiers])
     names = sorted(set(index.origins))
@@ -66,7 +71,7 @@ def save_cache(path: str | os.PathLike[str], memory: EngineMemory, model: Hybrid
     kv_places = [(tier.kv, tier.supply.kv.num_slots) for tier in tiers]
     state_places = [(tier.states, tier.supply.states.num_slots) for tier in tiers]
     try:
-        with CheckedWriter(path, _tensors_of(index, memory), metadata) as writer:
+        with CheckedWriter(target, _tensors_of(index, memory), metadata) as writer:
             for name, array in zip(INDEX_NAMES, arrays, strict=True):
                 writer.write_rows(name, torch.from_numpy(array))
             _write_contents(writer, "kv", _specs(memory.kv_pool), slots.kv, kv_places)
@@ -81,8 +86,9 @@ def load_cache(path: str | os.PathLike[str], memory: EngineMemory, model: Hybrid
     """Adds what a file holds to the cache: to free slots of the device, and what does not fit there to the host's.
 
     The most useful checkpoints come first, and nothing that is in the cache is evicted for them. Everything is verified
-    and read before the trees are touched: an exception leaves them, and the slots' owners, as they were. Raises
-    ValueError for a file that is not whole, or that another model or other pools left; OSError where it can't be read.
+    and read before the trees are touched, so that these errors leave everything as it was: ValueError for a file that
+    is not whole, or that another model or other pools left; OSError where it can't be read. After any other exception
+    the trees and the slots' owners may be half changed.
     """
     with closing(CheckedReader(path)) as reader:
         index = _verify(reader, memory, model)
@@ -100,8 +106,11 @@ def load_cache(path: str | os.PathLike[str], memory: EngineMemory, model: Hybrid
             for plan in plans:
                 plan.release_slots()
             raise
-        for plan in plans:
-            plan.insert()
+        try:
+            for plan in plans:
+                plan.insert()
+        except Exception as error:
+            raise RuntimeError("the checkpoints of the file could not be inserted: the cache starts over") from error
     num_tokens = sum(int(np.count_nonzero(plan.kv_slots)) for plan in plans)
     num_checkpoints = sum(len(plan.chosen) for plan in plans)
     kv_bytes, state_bytes = bytes_per_slot(_specs(memory.kv_pool)), bytes_per_slot(_specs(memory.state_pool))
@@ -179,7 +188,9 @@ def _verify(reader: CheckedReader, memory: EngineMemory, model: HybridModel) -> 
         )
         index = CacheIndex(tokens, parents, lengths, checkpoints, tuple(names[place] for place in origins))
         fault = index.fault()
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+        if fault is None and (not set(index.origins) <= set(ORIGINS) or (origins < 0).any()):
+            fault = "a state of an unknown origin"
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise reader.damaged(f"its contents cannot be read ({type(error).__name__}: {error})") from error
     if difference is not None:
         raise ValueError(f"{reader.path!r} was saved by a runtime with {difference}")

@@ -115,10 +115,10 @@ class Engine:
                 f"{len(self.scheduler.running)} requests are running on the prefix cache: finish or abort them first"
             )
 
-    def run_between_steps(self, call: str, work: Callable[[], T], *, harmless: type[BaseException] = Exception) -> T:
+    def run_between_steps(self, call: str, work: Callable[[], T], *, harmless: tuple[type[BaseException], ...]) -> T:
         """Runs `work` while no step runs, and returns its result.
 
-        After an exception of the kind `harmless` everything must be as before; after any other the engine starts over.
+        After an exception of the kinds `harmless` everything must be as before; after any other the engine starts over.
         """
         results: list[T] = []
         errors: list[BaseException] = []
@@ -133,6 +133,11 @@ class Engine:
         if errors:
             raise errors[0]
         return results[0]
+
+    def settle(self) -> None:
+        """Makes good what an exception left half done, so that the counters are right."""
+        if not self._is_settled and not self._is_busy:
+            self._do("settle()", lambda: None)
 
     def require_idle(self, call: str) -> None:
         """Raises ReentrantCallError if `call` comes from within another call of the engine."""

@@ -36,8 +36,8 @@ def read_prompts_file(path: str | os.PathLike[str]) -> list[PromptLike]:
     with open(path, encoding="utf-8") as file:
         try:
             prompts = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)} is no JSON file: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{os.fspath(path)} is no JSON file that can be read: {error}") from error
     if not isinstance(prompts, list) or not all(isinstance(prompt, str | list) for prompt in prompts):
         raise ValueError(f"{os.fspath(path)} must hold a list of strings or of lists of token ids")
     return prompts

@@ -56,6 +56,8 @@ class PrefixCacheView:
         written.
         """
         limits = _limits(max_lines, max_depth)
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise ValueError(f"path must be a path or None, not {path!r}")
         if path is not None and Path(path).suffix.lower() not in (".html", ".htm"):
             raise ValueError(f"path must end in .html, as the page is HTML, not {os.fspath(path)!r}")
         if path is not None:

@@ -101,8 +101,10 @@ class HostTier:
     def save(self, node: Node) -> None:
         """Keeps the checkpoint at a node that `device` is about to evict, at the cost of the host's own least valuable.
 
-        Leaves the device's tree and slots as they are.
+        Leaves the device's tree and slots as they are. A checkpoint too short ever to be brought back is not kept.
         """
+        if node.length < self._min_saving:
+            return
         tokens = self._device.cache.path_tokens(node)
         held = checkpoint_at_end(self.host.cache, tokens)
         if held is not None:

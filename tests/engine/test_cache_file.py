@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -17,6 +18,8 @@ import safetensors.torch
 import torch
 
 from hybrid_runtime import HybridRuntime
+from hybrid_runtime.cache.radix_cache import RadixCache
+from hybrid_runtime.cache.results import InsertResult
 from hybrid_runtime.engine import cache_file
 from hybrid_runtime.engine.checked_tensors import CheckedWriter
 from tests.cache.helpers import Prefix, state_contents
@@ -277,6 +280,13 @@ Change = Callable[[dict[str, torch.Tensor], dict[str, str]], object]
         (lambda tensors, metadata: tensors["checkpoints"].fill_(10**6), "a state of no node"),
         (lambda tensors, metadata: tensors["tokens"].neg_(), "a negative token"),
         (lambda tensors, metadata: metadata.update(weights="0" * 64), "other weights"),
+        (
+            lambda tensors, metadata: metadata.update(origins='["why", 1, "tail", "hint"]'),
+            "a state of an unknown origin",
+        ),
+        (lambda tensors, metadata: metadata.update(origins='[["a"], ["b"], ["c"], ["d"]]'), "cannot be read"),
+        (lambda tensors, metadata: metadata.update(origins="[" * 100_000), "cannot be read"),
+        (lambda tensors, metadata: tensors["origins"].fill_(-1), "a state of an unknown origin"),
     ],
 )
 def test_a_whole_file_with_wrong_contents_is_refused(
@@ -334,8 +344,14 @@ def test_bad_paths(reader: HybridRuntime, tmp_path: Path) -> None:
         reader.save_prefix_cache(tmp_path / "none" / "cache")
     with pytest.raises(OSError, match="the prefix cache cannot be saved"):
         reader.save_prefix_cache(tmp_path)
-    with pytest.raises(ValueError, match="path must be a path, not 3"):
+    with pytest.raises(ValueError, match="path must be the path of a file, not 3"):
         reader.save_prefix_cache(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="path must be the path of a file, not ''"):
+        reader.save_prefix_cache("")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="something that is no file"):
+        reader.save_prefix_cache(tmp_path / "fifo")
+    (tmp_path / "fifo").unlink()
     assert _everything(reader) == before
     assert list(tmp_path.iterdir()) == []
 
@@ -445,3 +461,33 @@ def test_a_float32_model_in_memory_shares_its_file_with_its_double(tmp_path: Pat
         first.save_prefix_cache(tmp_path / "cache")
         with HybridRuntime(model_of("kda"), num_kv_slots=300, num_state_slots=10) as second:
             assert second.load_prefix_cache(tmp_path / "cache").num_checkpoints == 2
+
+
+def test_a_link_stays_a_link(saved: Path, reader: HybridRuntime, tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "target"
+    target.write_bytes(saved.read_bytes())
+    link.symlink_to(target)
+    num_bytes = reader.save_prefix_cache(link).num_bytes
+    assert link.is_symlink()
+    assert target.stat().st_size == num_bytes
+
+
+def test_an_error_amid_the_insertions_starts_the_cache_over(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No slot is lost, whatever it was; requests go on."""
+    with runtime_of("mamba2") as rt:
+        calls = itertools.count()
+        insert = RadixCache.insert
+
+        def failing(*arguments: Any, **options: Any) -> InsertResult:
+            if next(calls) == 1:
+                raise MemoryError("planted")
+            return insert(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RadixCache, "insert", failing)
+            with pytest.raises(RuntimeError, match="the cache starts over"):
+                rt.load_prefix_cache(saved)
+        stats = rt.stats()
+        assert (stats.kv.in_use, stats.state.in_use) == (0, 0)
+        assert rt.load_prefix_cache(saved).num_checkpoints > 1
+        assert_idle(rt)

@@ -146,11 +146,6 @@ def test_reset_empties_both_tiers() -> None:
         assert rt.generate(prompts[0], greedy(2))[0].num_cached_tokens == 0
 
 
-def test_without_a_prefix_cache_there_is_no_tier() -> None:
-    with runtime_of("gdn", host_cache_bytes=3_000_000, enable_prefix_cache=False) as rt:
-        assert rt.stats().host_cache is None
-
-
 def test_a_tier_is_not_there_unless_asked_for() -> None:
     with runtime_of("gdn") as rt:
         assert rt.stats().host_cache is None
@@ -180,9 +175,11 @@ def test_the_file_is_gone_at_once_and_its_space_at_the_end(tmp_path: Path) -> No
         ({"host_cache_bytes": -1}, "host_cache_bytes must be at least 0"),
         ({"host_cache_bytes": 1.5}, "host_cache_bytes must be an integer"),
         ({"host_cache_path": "/tmp/x"}, "needs host_cache_bytes, which is 0"),
-        ({"host_cache_bytes": 10**6, "host_cache_path": ""}, "must be a non-empty string or None"),
+        ({"host_cache_bytes": 10**6, "host_cache_path": ""}, "must be a path or None"),
+        ({"host_cache_bytes": 10**6, "host_cache_path": "a\0b"}, "must be a path or None"),
+        ({"host_cache_bytes": 10**6, "enable_prefix_cache": False}, "needs enable_prefix_cache=True"),
         ({"host_cache_bytes": 10**6, "host_cache_path": "{tmp}/none/x"}, "No such file or directory"),
-        ({"host_cache_bytes": 10**6, "host_cache_path": "{tmp}"}, "File exists"),
+        ({"host_cache_bytes": 10**6, "host_cache_path": "{tmp}"}, "exists already"),
         ({"host_cache_bytes": 2**61, "host_cache_path": "{tmp}/huge"}, "a file of 2,305,8"),
     ],
 )
@@ -197,7 +194,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str, tmp_pa
 
 def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "host").write_text("somebody's")
-    with pytest.raises(ValueError, match="File exists"):
+    with pytest.raises(ValueError, match="exists already"):
         runtime_of("mamba2", host_cache_bytes=10**6, host_cache_path=str(tmp_path / "host"))
     assert (tmp_path / "host").read_text() == "somebody's"
 

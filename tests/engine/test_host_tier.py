@@ -252,7 +252,7 @@ def test_kv_that_the_host_has_is_not_copied_again() -> None:
 
 
 def test_a_path_is_not_evicted_for_its_own_continuation() -> None:
-    tiers = TwoTiers(num_kv=20, num_states=4, host_kv=10, host_states=3, min_saving=5)
+    tiers = TwoTiers(num_kv=20, num_states=4, host_kv=10, host_states=3, min_saving=4)
     for tokens in ([1, 2, 3, 4], [9, 8, 7, 6, 5], [1, 2, 3, 4, 5, 6]):
         tiers.visit(tokens)
         tiers.device.release_states(tiers.device.take_states(4))
@@ -266,6 +266,16 @@ def test_nothing_comes_back_for_less_than_min_saving() -> None:
         tiers.visit(_long(first, length))
     assert tiers.visit([*_long(1, 4), 7]) == 0
     assert tiers.visit([*_long(2, 5), 7]) == 5
+
+
+def test_what_could_never_come_back_is_not_kept() -> None:
+    """It would only drive out what could."""
+    tiers = TwoTiers(num_kv=12, num_states=2, host_kv=100, host_states=2, min_saving=5)
+    tiers.visit(_long(1, 5))
+    for first in range(2, 8):
+        tiers.visit(_long(first, 4))
+    assert tiers.tier.counts.num_saved_checkpoints == 1
+    assert tiers.visit([*_long(1, 5), 7]) == 5
 
 
 def test_nothing_comes_back_that_leaves_no_working_slot() -> None:

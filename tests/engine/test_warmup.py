@@ -202,7 +202,20 @@ def test_a_prompts_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", '"the cat"', "5", "null", '{"prompts": []}', "[5, 6]", '["the", 5]', "[null]", b"\xff\xfe["]
+    "content",
+    [
+        "",
+        "{",
+        '"the cat"',
+        "5",
+        "null",
+        '{"prompts": []}',
+        "[5, 6]",
+        '["the", 5]',
+        "[null]",
+        b"\xff\xfe[",
+        "[" * 100_000,
+    ],
 )
 def test_a_file_of_something_else(content: str | bytes, tmp_path: Path) -> None:
     path = tmp_path / "prompts.json"

@@ -59,8 +59,7 @@ LAYERS = {
     "compute": layer("ops", packages="torch einops triton"),
     "capture": layer("graphs", layers="compute", packages="torch"),
     "models": layer(
-        "models sampling memory.available memory.plan memory.pools memory.host_file "
-        "memory.host_plan memory.host_store",
+        "models sampling memory.available memory.plan memory.pools memory.host_file memory.host_plan memory.host_store",
         layers="data slots compute capture",
         packages="torch einops numpy transformers safetensors",
     ),
