@@ -44,6 +44,7 @@ def main() -> None:
     table = Table(
         "track_interval", *(f"ms per step, batch {batch}" for batch in BATCHES), "computed again: mean", "most"
     )
+    console = Console()
     figures: dict[str, Any] = {}
     for interval in INTERVALS:
         name = "off" if interval is None else str(interval)
@@ -51,11 +52,12 @@ def main() -> None:
         again = _recomputed_tokens(interval)
         mean, most = statistics.mean(again), max(again)
         table.add_row(name, *(f"{value:.2f}" for value in milliseconds.values()), f"{mean:.0f}", str(most))
+        console.print(f"track_interval {name}: done")
         figures[name] = {
             "ms_per_step": {str(batch): value for batch, value in milliseconds.items()},
             "recomputed_tokens": {"mean": mean, "max": most},
         }
-    Console().print(table)
+    console.print(table)
     write_results(options.out, figures)
 
 

@@ -17,7 +17,7 @@ from hybrid_runtime.cache.results import (
     SlotCollector,
     join_slots,
 )
-from hybrid_runtime.cache.tree import RadixTree
+from hybrid_runtime.cache.tree import RadixTree, Walk
 from hybrid_runtime.cache.validation import deepest_length, require_count, require_disjoint, require_int32_vector
 from hybrid_runtime.memory.slots import SlotArray, no_slots
 
@@ -223,6 +223,10 @@ class RadixCache:
     def nodes(self) -> Iterator[Node]:
         """Every node but the root, parents before children. For checks and rendering."""
         return self._tree.nodes()
+
+    def walk(self, tokens: TokenArray) -> Walk:
+        """All that the tree has of `tokens` (int32 `[L]`), the last one and KV beyond states included. Read-only."""
+        return self._tree.walk(tokens)
 
     def path_tokens(self, node: Node) -> TokenArray:
         """Tokens from the root to `node`, int32 `[node.length]`, a copy. Raises `ValueError` if it left the tree."""

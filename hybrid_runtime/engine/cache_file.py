@@ -25,7 +25,7 @@ from hybrid_runtime.memory.pools import LayerSpec, Pool, TensorSpec, bytes_per_s
 from hybrid_runtime.memory.slots import SlotArray, StateSlot
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.outputs import PrefixCacheFile
-from hybrid_runtime.scheduling.paths import checkpoint_at_end, follow
+from hybrid_runtime.scheduling.paths import checkpoint_at_end
 from hybrid_runtime.scheduling.placement import ORIGINS
 from hybrid_runtime.scheduling.supply import SlotSupply
 
@@ -138,7 +138,7 @@ class _LoadPlan:
             tokens = index.tokens[rows]
             if checkpoint_at_end(tier.supply.cache, tokens) is not None:
                 continue
-            missing = rows[follow(tier.supply.cache, tokens).length :]
+            missing = rows[tier.supply.cache.walk(tokens).length :]
             missing = missing[~self._is_needed[missing]]
             if len(missing) > num_free_kv or num_free_states == 0:
                 self.rejected.append(checkpoint)
@@ -163,7 +163,7 @@ class _LoadPlan:
         for checkpoint in reversed(self.chosen):
             rows = self._index.rows(checkpoint)
             tokens = self._index.tokens[rows]
-            walk = follow(self._supply.cache, tokens)
+            walk = self._supply.cache.walk(tokens)
             kv_slots = np.concatenate([walk.kv_slots(walk.length), self.kv_slots[rows[walk.length :]]])
             slot = StateSlot(int(self.state_slots[checkpoint]))
             result = self._supply.cache.insert(

@@ -16,7 +16,6 @@ from hybrid_runtime.cache.node import Node, TokenArray
 from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.results import Checkpoint, join_slots
 from hybrid_runtime.memory.slots import SlotArray, StateSlot
-from hybrid_runtime.scheduling.paths import follow
 from hybrid_runtime.scheduling.supply import SlotSupply
 
 Ints = NDArray[np.int32]
@@ -127,7 +126,7 @@ def _add_tree(
         if not checkpoints:
             continue
         tokens = cache.path_tokens(leaf)[: checkpoints[0].length]
-        walk = follow(merged, tokens)
+        walk = merged.walk(tokens)
         own = cache.path_kv_slots(leaf)[walk.length : len(tokens)] + np.int32(kv_offset)
         kv_slots = np.concatenate([walk.kv_slots(walk.length), own])
         merged.insert(tokens, kv_slots, checkpoints, protected_length=walk.length)

@@ -19,7 +19,7 @@ from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.cache.tree import Walk
 from hybrid_runtime.errors import PoolExhausted
 from hybrid_runtime.memory.slots import SlotArray, StateSlot, no_slots
-from hybrid_runtime.scheduling.paths import checkpoint_at_end, deepest_whole_node, follow
+from hybrid_runtime.scheduling.paths import checkpoint_at_end, deepest_whole_node
 from hybrid_runtime.scheduling.supply import SlotSupply
 
 _LOGGER = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ def _take_missing(supply: SlotSupply, tokens: TokenArray) -> tuple[Walk, SlotArr
     PoolExhausted, and keeps none, if they are not all available.
     """
     kv_slots = no_slots()
-    while (walk := follow(supply.cache, tokens)).length + len(kv_slots) < len(tokens):
+    while (walk := supply.cache.walk(tokens)).length + len(kv_slots) < len(tokens):
         try:
             taken = supply.take_kv(len(tokens) - walk.length - len(kv_slots))
         except PoolExhausted:

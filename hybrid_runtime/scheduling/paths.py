@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from hybrid_runtime.cache.node import Node, TokenArray
 from hybrid_runtime.cache.radix_cache import RadixCache
-from hybrid_runtime.cache.tree import Walk
 
 
 @dataclass(frozen=True)
@@ -28,23 +27,9 @@ def evictable_at(node: Node) -> Evictable:
     return Evictable(num_kv, num_states)
 
 
-def follow(cache: RadixCache, tokens: TokenArray) -> Walk:
-    """All that `cache` has of a token sequence, its last token and KV beyond the deepest state included. Read-only."""
-    nodes: list[Node] = []
-    node, length = cache.root, 0
-    while length == node.length and length < len(tokens):
-        child = node.children.get(int(tokens[length]))
-        if child is None:
-            break
-        length += child.shared_length(tokens[length:])
-        nodes.append(child)
-        node = child
-    return Walk(nodes, length)
-
-
 def checkpoint_at_end(cache: RadixCache, tokens: TokenArray) -> Node | None:
     """The node of the state after exactly `tokens`, if there is one."""
-    walk = follow(cache, tokens)
+    walk = cache.walk(tokens)
     if walk.length < len(tokens) or walk.nodes[-1].length > walk.length or walk.nodes[-1].state_slot is None:
         return None
     return walk.nodes[-1]
@@ -52,5 +37,5 @@ def checkpoint_at_end(cache: RadixCache, tokens: TokenArray) -> Node | None:
 
 def deepest_whole_node(cache: RadixCache, tokens: TokenArray) -> Node:
     """The deepest node that ends on the path of `tokens`; the root if none does."""
-    walk = follow(cache, tokens)
+    walk = cache.walk(tokens)
     return next((node for node in reversed(walk.nodes) if node.length <= walk.length), cache.root)
