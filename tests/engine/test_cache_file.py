@@ -8,11 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -21,101 +19,40 @@ from hybrid_runtime import HybridRuntime
 from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.cache.results import InsertResult
 from hybrid_runtime.engine import cache_file
-from hybrid_runtime.engine.checked_tensors import CheckedWriter
-from tests.cache.helpers import Prefix, state_contents
 from tests.engine.cache_content import assert_content
 from tests.engine.helpers import (
     MIXER_KINDS,
     assert_idle,
     greedy,
     model_of,
-    random_tokens,
     runtime_of,
     solo_tokens,
     tokens_of,
 )
+from tests.engine.saved_caches import checkpoints_of, everything_in, fill, saved_prompts
 from tests.engine.test_interrupts import interrupt_at_lines
 
 ROOT = Path(__file__).parents[2]
 
 
-def _prompts() -> list[list[int]]:
-    """Two groups of three that start with the same 12 tokens, and a short one."""
-    rng = np.random.default_rng(11)
-    starts = [random_tokens(rng, 12) for _ in range(2)]
-    return [[*start, *random_tokens(rng, 6)] for start in starts for _ in range(3)] + [random_tokens(rng, 4)]
-
-
-def _fill(rt: HybridRuntime) -> list[int]:
-    """Runs the prompts; returns what each hits when it comes again."""
-    prompts = _prompts()
-    for prompt in prompts:
-        rt.generate(prompt, greedy(3))
-    return [len(prompt) - 1 for prompt in prompts]
-
-
-def _checkpoints(rt: HybridRuntime) -> dict[Prefix, str | None]:
-    """Prefix and origin of every checkpoint of the device's tree."""
-    return {prefix: origin for prefix, (_, origin) in state_contents(rt._engine.memory.cache).items()}
-
-
-def _everything(rt: HybridRuntime) -> Any:
-    """The trees with their slots and orders, and the free lists: whatever a failed load must not change."""
-    memory = rt._engine.memory
-    assert memory.tier is not None
-    return [
-        [
-            [
-                (node.length, node.key.tolist(), node.kv_slots.tolist(), node.state_slot, node.origin, node.last_used)
-                for node in supply.cache.nodes()
-            ],
-            sorted(supply.kv.free_slots().tolist()),
-            sorted(supply.states.free_slots().tolist()),
-        ]
-        for supply in (memory.supply, memory.tier.host)
-    ]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache of a runtime on the Mamba-2 model that ran the prompts."""
-    path = tmp_path_factory.mktemp("saved") / "cache.safetensors"
-    with runtime_of("mamba2", min_saving=1) as rt:
-        _fill(rt)
-        rt.save_prefix_cache(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def reader() -> Any:
-    """A runtime with a host tier that has something of its own cached in both, to load into."""
-    with runtime_of(
-        "mamba2", num_kv_slots=200, num_state_slots=5, max_model_len=60, host_cache_bytes=1_000_000, min_saving=1
-    ) as rt:
-        rng = np.random.default_rng(12)
-        for _ in range(4):
-            rt.generate(random_tokens(rng, 15), greedy(2))
-        yield rt
-
-
 @pytest.mark.parametrize("kind", MIXER_KINDS)
 def test_a_loaded_cache_is_the_saved_one(kind: str, tmp_path: Path) -> None:
-    prompts = _prompts()
+    prompts = saved_prompts()
     expected = solo_tokens(kind, prompts, [6] * len(prompts))
     path = tmp_path / "cache"
     with runtime_of(kind, min_saving=1, checkpoint_interval=5) as rt:
-        wanted_hits = _fill(rt)
-        checkpoints = _checkpoints(rt)
+        wanted_hits = fill(rt)
+        checkpoints = checkpoints_of(rt)
         result = rt.save_prefix_cache(path)
         assert result.num_checkpoints == len(checkpoints) == rt.prefix_cache.num_state_slots
         assert result.num_tokens == rt.prefix_cache.num_kv_slots
         assert result.num_bytes == path.stat().st_size
-        assert _checkpoints(rt) == checkpoints  # saving changes nothing
+        assert checkpoints_of(rt) == checkpoints  # saving changes nothing
     assert list(tmp_path.iterdir()) == [path]
     with runtime_of(kind, min_saving=1) as rt:
         loaded = rt.load_prefix_cache(path)
         assert (loaded.num_checkpoints, loaded.num_tokens) == (result.num_checkpoints, result.num_tokens)
-        assert _checkpoints(rt) == checkpoints
+        assert checkpoints_of(rt) == checkpoints
         rt._engine.memory.check([])
         assert_content(rt)
         outputs = [rt.generate(prompt, greedy(6))[0] for prompt in prompts]
@@ -148,15 +85,15 @@ def test_an_empty_cache_can_be_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_what_fits_is_loaded_and_the_most_recent_first(saved: Path) -> None:
     """Pools for a part of it, in a runtime that has something cached: that stays, and the last used comes."""
-    prompts = _prompts()
+    prompts = saved_prompts()
     own = [150 - token for token in prompts[0]]
     for num_kv, num_states in ((40, 60), (2000, 5), (24, 3)):
         with runtime_of("mamba2", num_kv_slots=num_kv, num_state_slots=num_states, max_model_len=24) as rt:
             rt.warmup(own[:4])
-            before = _checkpoints(rt)
+            before = checkpoints_of(rt)
             loaded = rt.load_prefix_cache(saved)
             rt._engine.memory.check([])
-            after = _checkpoints(rt)
+            after = checkpoints_of(rt)
             assert before.items() <= after.items()
             assert 0 < loaded.num_checkpoints == len(after) - len(before)
             assert tuple(prompts[-1][:3]) in after  # of the last prompt
@@ -175,12 +112,12 @@ def test_the_order_of_use_survives(saved: Path) -> None:
         cache = rt._engine.memory.cache
         num_states = cache.num_state_slots
         rt._engine.memory.supply.release(cache.evict_state(num_states - 2))
-        prompt = tuple(_prompts()[-1])
-        assert {prefix[:4] for prefix in _checkpoints(rt)} == {prompt[:3], prompt[:4]}
+        prompt = tuple(saved_prompts()[-1])
+        assert {prefix[:4] for prefix in checkpoints_of(rt)} == {prompt[:3], prompt[:4]}
 
 
 def test_what_the_pools_cannot_take_goes_to_the_host_tier(saved: Path, tmp_path: Path) -> None:
-    prompts = _prompts()
+    prompts = saved_prompts()
     small: dict[str, Any] = {"num_kv_slots": 40, "num_state_slots": 4, "max_model_len": 30, "min_saving": 1}
     with runtime_of("mamba2", **small, host_cache_bytes=3_000_000) as rt:
         loaded = rt.load_prefix_cache(saved)
@@ -200,7 +137,7 @@ def test_what_the_pools_cannot_take_goes_to_the_host_tier(saved: Path, tmp_path:
 
 
 def test_saving_and_loading_while_requests_run(saved: Path, tmp_path: Path) -> None:
-    prompts = _prompts()
+    prompts = saved_prompts()
     expected = solo_tokens("mamba2", prompts, [8] * len(prompts))
     with runtime_of("mamba2", max_num_batched_tokens=20) as rt:
         ids = [rt.add_request(prompt, greedy(8)) for prompt in prompts]
@@ -223,139 +160,6 @@ def test_saving_and_loading_while_requests_run(saved: Path, tmp_path: Path) -> N
 # What is refused.
 
 
-def test_every_byte_of_the_header_and_any_of_the_data_counts(
-    saved: Path, reader: HybridRuntime, tmp_path: Path
-) -> None:
-    """One bit is flipped at a time: in the length, all through the header, and at places all over the tensors."""
-    good = saved.read_bytes()
-    header = 8 + int.from_bytes(good[:8], "little")
-    rng = np.random.default_rng(13)
-    places = [*range(8), *range(8, header, 7), header, len(good) - 1, *rng.integers(header, len(good), 30).tolist()]
-    before, path = _everything(reader), tmp_path / "bad"
-    for place in places:
-        bad = bytearray(good)
-        bad[place] ^= 1 << int(rng.integers(8))
-        path.write_bytes(bad)
-        with pytest.raises(ValueError, match="truncated, corrupted, or no file of this kind"):
-            reader.load_prefix_cache(path)
-    assert _everything(reader) == before
-
-
-def test_a_truncated_or_longer_file_is_refused(saved: Path, reader: HybridRuntime, tmp_path: Path) -> None:
-    good = saved.read_bytes()
-    header = 8 + int.from_bytes(good[:8], "little")
-    before, path = _everything(reader), tmp_path / "bad"
-    for length in [*range(10), header - 1, header, header + 1, *range(header, len(good), 9973), len(good) - 1]:
-        path.write_bytes(good[:length])
-        with pytest.raises(ValueError, match="truncated"):
-            reader.load_prefix_cache(path)
-    for extra in (good + b"\0", b"{}" * 100, bytes(100), b"\xff" * 100):
-        path.write_bytes(extra)
-        with pytest.raises(ValueError, match="truncated"):
-            reader.load_prefix_cache(path)
-    assert _everything(reader) == before
-
-
-Change = Callable[[dict[str, torch.Tensor], dict[str, str]], object]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tensors, metadata: metadata.update(version="2"), "format 'hybrid_runtime.prefix_cache', version '2'"),
-        (lambda tensors, metadata: metadata.update(format="other"), "it says format 'other'"),
-        (lambda tensors, metadata: metadata.update(layouts="{"), "cannot be read"),
-        (lambda tensors, metadata: metadata.update(origins="3"), "cannot be read"),
-        (lambda tensors, metadata: metadata.update(origins="[]"), "cannot be read"),
-        (lambda tensors, metadata: tensors.pop("parents"), "cannot be read"),
-        (lambda tensors, metadata: tensors.pop("kv.0.k"), "tensors that do not fit"),
-        (lambda tensors, metadata: tensors.update(more=torch.zeros(2)), "tensors that do not fit"),
-        (lambda tensors, metadata: tensors.update({"kv.0.k": tensors["kv.0.k"].float()}), "tensors that do not fit"),
-        (lambda tensors, metadata: tensors.update({"kv.0.k": tensors["kv.0.k"][1:]}), "tensors that do not fit"),
-        (lambda tensors, metadata: tensors["parents"].fill_(5), "a node before its parent"),
-        (lambda tensors, metadata: tensors["parents"].fill_(-2), "a node before its parent"),
-        (lambda tensors, metadata: tensors["parents"].fill_(-1), "siblings that start with the same token"),
-        (lambda tensors, metadata: tensors["lengths"].add_(1), "edges that do not add up"),
-        (lambda tensors, metadata: tensors["checkpoints"].fill_(0), "two states of one node"),
-        (lambda tensors, metadata: tensors["checkpoints"].fill_(10**6), "a state of no node"),
-        (lambda tensors, metadata: tensors["tokens"].neg_(), "a negative token"),
-        (lambda tensors, metadata: metadata.update(weights="0" * 64), "other weights"),
-        (
-            lambda tensors, metadata: metadata.update(origins='["why", 1, "tail", "hint"]'),
-            "a state of an unknown origin",
-        ),
-        (lambda tensors, metadata: metadata.update(origins='[["a"], ["b"], ["c"], ["d"]]'), "cannot be read"),
-        (lambda tensors, metadata: metadata.update(origins="[" * 100_000), "cannot be read"),
-        (lambda tensors, metadata: tensors["origins"].fill_(-1), "a state of an unknown origin"),
-    ],
-)
-def test_a_whole_file_with_wrong_contents_is_refused(
-    saved: Path, reader: HybridRuntime, tmp_path: Path, change: Change, message: str
-) -> None:
-    """The checksum is right: such a file was written by something else."""
-    tensors = safetensors.torch.load_file(saved)
-    with safetensors.safe_open(saved, "pt") as file:
-        metadata = {key: value for key, value in file.metadata().items() if key != "checksum"}
-    change(tensors, metadata)
-    shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with CheckedWriter(tmp_path / "odd", shapes, metadata) as writer:
-        for name, tensor in tensors.items():
-            writer.write_rows(name, tensor)
-    before = _everything(reader)
-    with pytest.raises(ValueError, match=message):
-        reader.load_prefix_cache(tmp_path / "odd")
-    assert _everything(reader) == before
-
-
-def test_another_model_or_other_pools_are_refused_and_the_difference_named(saved: Path) -> None:
-    for kind, options, message in (
-        ("gdn", {}, "another layout of the kv pool"),
-        ("mamba2", {"kv_dtype": "float32"}, r"another dtype: KV \['float64'\].* there, \['float32'\]"),
-        ("mamba2", {"dtype": "float32"}, "another dtype"),
-    ):
-        with runtime_of(kind, **options) as rt:
-            with pytest.raises(ValueError, match=message):
-                rt.load_prefix_cache(saved)
-            assert rt.prefix_cache.num_nodes == 0
-
-
-def test_weights_that_were_changed_in_place_are_noticed(saved: Path) -> None:
-    """The last element of one weight, by one bit or so: what was computed with the old ones is of no use."""
-    with runtime_of("mamba2") as rt:
-        assert rt.load_prefix_cache(saved).num_checkpoints > 0
-        rt.reset_prefix_cache()
-        weight = rt.model.weights.lm_head.weight_OI
-        with torch.no_grad():
-            old = weight[-1, -1].item()
-            weight[-1, -1] += 1e-9
-            with pytest.raises(ValueError, match="other weights"):
-                rt.load_prefix_cache(saved)
-            weight[-1, -1] = old
-        assert rt.load_prefix_cache(saved).num_checkpoints > 0
-
-
-def test_bad_paths(reader: HybridRuntime, tmp_path: Path) -> None:
-    before = _everything(reader)
-    with pytest.raises(FileNotFoundError):
-        reader.load_prefix_cache(tmp_path / "none")
-    with pytest.raises(OSError, match="directory"):
-        reader.load_prefix_cache(tmp_path)
-    with pytest.raises(FileNotFoundError, match="the prefix cache cannot be saved"):
-        reader.save_prefix_cache(tmp_path / "none" / "cache")
-    with pytest.raises(OSError, match="the prefix cache cannot be saved"):
-        reader.save_prefix_cache(tmp_path)
-    with pytest.raises(ValueError, match="path must be the path of a file, not 3"):
-        reader.save_prefix_cache(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="path must be the path of a file, not ''"):
-        reader.save_prefix_cache("")
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(OSError, match="something that is no file"):
-        reader.save_prefix_cache(tmp_path / "fifo")
-    (tmp_path / "fifo").unlink()
-    assert _everything(reader) == before
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_without_a_prefix_cache_there_is_nothing_to_save(saved: Path, tmp_path: Path) -> None:
     with runtime_of("mamba2", enable_prefix_cache=False) as rt:
         with pytest.raises(ValueError, match="enable_prefix_cache is False"):
@@ -371,7 +175,7 @@ def test_a_read_that_fails_late_changes_nothing(
     saved: Path, reader: HybridRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file becomes unreadable behind the verification, at each of the reads that follow."""
-    before = _everything(reader)
+    before = everything_in(reader)
     real = cache_file.CheckedReader.read_rows
     for failing in range(200):
         calls = iter(range(1000))
@@ -387,7 +191,7 @@ def test_a_read_that_fails_late_changes_nothing(
         try:
             reader.load_prefix_cache(saved)
         except OSError:
-            assert _everything(reader) == before
+            assert everything_in(reader) == before
         else:
             break
     assert failing > 12
@@ -399,11 +203,11 @@ def test_a_read_that_fails_late_changes_nothing(
 
 FULL_DISK = """
 import os, resource, sys
-from tests.engine.test_cache_file import _fill
+from tests.engine.saved_caches import fill
 from tests.engine.helpers import runtime_of
 
 with runtime_of("mamba2") as rt:
-    _fill(rt)
+    fill(rt)
     size = rt.save_prefix_cache(sys.argv[1]).num_bytes
     old = open(sys.argv[1], "rb").read()
     for limit in (0, 100, 5000, size // 2, size - 1):
@@ -431,7 +235,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", ["save_prefix_cache", "load_prefix_cache"])
 def test_interrupts_at_any_line_leave_whole_files_and_a_usable_runtime(call: str, saved: Path, tmp_path: Path) -> None:
     """Saving loses nothing of the cache; loading may end in a fresh start, but never in wrong tokens."""
-    prompt = _prompts()[-1]
+    prompt = saved_prompts()[-1]
     (expected,) = solo_tokens("mamba2", [prompt], [3])
     path = tmp_path / "cache"
     shutil.copy(saved, path)
@@ -457,7 +261,7 @@ def test_interrupts_at_any_line_leave_whole_files_and_a_usable_runtime(call: str
 def test_a_float32_model_in_memory_shares_its_file_with_its_double(tmp_path: Path) -> None:
     """Two runtimes on one model: the fingerprint is of what the weights are, not of where they are."""
     with HybridRuntime(model_of("kda"), num_kv_slots=200, num_state_slots=20) as first:
-        first.generate(_prompts()[0], greedy(2))
+        first.generate(saved_prompts()[0], greedy(2))
         first.save_prefix_cache(tmp_path / "cache")
         with HybridRuntime(model_of("kda"), num_kv_slots=300, num_state_slots=10) as second:
             assert second.load_prefix_cache(tmp_path / "cache").num_checkpoints == 2
