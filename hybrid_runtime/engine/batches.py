@@ -1,4 +1,4 @@
-"""Turns a scheduled step into the tensors of the model's two forwards.
+"""What a scheduled step's two forwards read, as host arrays, and the device tensors made of them.
 
 Shapes: L tokens of all sequences of a prefill, S its sequences, R states it returns, M tokens whose logits are wanted,
 B rows of a decode.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs
@@ -19,87 +20,149 @@ from hybrid_runtime.ops.ragged import RaggedLayout
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.scheduler import PrefillChunk
 
+IN_FLIGHT = -1  # stands for a token that the host does not know yet
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ScoredSpan:
+    """Rows `[first_row, first_row + len(token_ids))` of logits score prompt tokens of a request, in order."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    first_row: int
+
 
 @dataclass(frozen=True)
 class PrefillBatch:
     """Inputs of a prefill, and which of its M rows of logits are for what."""
 
-    inputs: PrefillInputs
-    last_rows_S: Tensor  # of the last token of each chunk; int64
+    lengths: tuple[int, ...]  # [S] tokens of each sequence
+    state_positions: tuple[tuple[int, ...], ...]  # [S] where in it states are wanted
+    token_ids_L: Indices
+    positions_L: Indices
+    kv_slots_L: Indices
+    request_rows_S: Indices
+    context_lens: tuple[int, ...]  # [S]
+    working_slots_S: Indices
+    state_slots_R: Indices
+    logits_tokens_M: Indices
+    last_rows_S: Indices  # which of the M rows is that of a chunk's last token
     scored: tuple[ScoredSpan, ...]  # prompt tokens whose logprobs are wanted
+
+    def to_device(self, device: torch.device, *, chunk_size: int) -> PrefillInputs:
+        """The tensors that the model reads."""
+        return PrefillInputs(
+            layout=RaggedLayout.build(self.lengths, self.state_positions, chunk_size=chunk_size, device=device),
+            token_ids_L=to_device(self.token_ids_L, device),
+            positions_L=to_device(self.positions_L, device),
+            kv_slots_L=to_device(self.kv_slots_L, device),
+            request_rows_S=to_device(self.request_rows_S, device),
+            context_lens=self.context_lens,
+            working_slots_S=to_device(self.working_slots_S, device),
+            state_slots_R=to_device(self.state_slots_R, device),
+            logits_tokens_M=to_device(self.logits_tokens_M, device),
+        )
 
 
 @dataclass(frozen=True)
-class ScoredSpan:
-    """Rows `[first_row, first_row + stop - start)` of logits follow the prompt tokens `[start, stop)` of a request."""
+class DecodeBatch:
+    """Inputs of a decode. `token_ids_B` is IN_FLIGHT where the token is the last that the device chose for the row."""
 
-    request: Request
-    start: int
-    stop: int
-    first_row: int
+    token_ids_B: Indices
+    positions_B: Indices
+    kv_slots_B: Indices
+    request_rows_B: Indices
+    working_slots_B: Indices
+
+    def to_device(self, device: torch.device, last_token_R: Tensor) -> DecodeInputs:
+        """The tensors that the model reads; `last_token_R` holds the token chosen last for each row of the table."""
+        token_ids_B, request_rows_B = to_device(self.token_ids_B, device), to_device(self.request_rows_B, device)
+        positions_B = to_device(self.positions_B, device)
+        return DecodeInputs(
+            token_ids_B=torch.where(token_ids_B == IN_FLIGHT, last_token_R[request_rows_B], token_ids_B),
+            positions_B=positions_B,
+            kv_slots_B=to_device(self.kv_slots_B, device),
+            request_rows_B=request_rows_B,
+            context_lens_B=positions_B + 1,
+            max_context_len=int(self.positions_B.max()) + 1,
+            working_slots_B=to_device(self.working_slots_B, device),
+        )
 
 
-def build_prefill(
-    chunks: Sequence[PrefillChunk], table: RequestTable, *, chunk_size: int, device: torch.device
-) -> PrefillBatch:
+def build_prefill(chunks: Sequence[PrefillChunk], table: RequestTable) -> PrefillBatch:
     """Lays the chunks one behind the other. Their rows in `table` already name the slots of all their tokens."""
-    lengths = [chunk.stop - chunk.start for chunk in chunks]
-    positions: list[list[int]] = []
+    state_positions: list[tuple[int, ...]] = []
     state_slots: list[int] = []
-    for chunk, length in zip(chunks, lengths, strict=True):
-        positions.append([*(checkpoint.length - chunk.start for checkpoint in chunk.checkpoints), length])
-        state_slots.extend(checkpoint.state_slot for checkpoint in chunk.checkpoints)
-        state_slots.append(chunk.request.resident.working_slot)
-
     logits_tokens: list[int] = []
     last_rows: list[int] = []
     scored: list[ScoredSpan] = []
     begin = 0
-    for chunk, length in zip(chunks, lengths, strict=True):
-        if chunk.request.wants_prompt_logprobs:
-            # The logits of the last prompt token score no prompt token.
-            start = max(chunk.start, chunk.request.num_prompt_logits_read)
-            stop = min(chunk.stop, chunk.request.tail_position)
-            if start < stop:
-                scored.append(ScoredSpan(chunk.request, start, stop, len(logits_tokens)))
-                logits_tokens.extend(range(begin + start - chunk.start, begin + stop - chunk.start))
+    for chunk in chunks:
+        length = chunk.stop - chunk.start
+        state_positions.append((*(checkpoint.length - chunk.start for checkpoint in chunk.checkpoints), length))
+        state_slots.extend(checkpoint.state_slot for checkpoint in chunk.checkpoints)
+        state_slots.append(chunk.request.resident.working_slot)
+        span = _scored_span(chunk, first_row=len(logits_tokens))
+        if span is not None:
+            first = begin + max(chunk.start, chunk.request.num_prompt_logits_read) - chunk.start
+            logits_tokens.extend(range(first, first + len(span.token_ids)))
+            scored.append(span)
         last_rows.append(len(logits_tokens))
         logits_tokens.append(begin + length - 1)
         begin += length
-
-    def indices(values: Sequence[int] | np.ndarray) -> Tensor:
-        return torch.as_tensor(np.asarray(values, dtype=np.int64), device=device)
-
-    inputs = PrefillInputs(
-        layout=RaggedLayout.build(lengths, positions, chunk_size=chunk_size, device=device),
-        token_ids_L=indices(np.concatenate([chunk.request.tokens[chunk.start : chunk.stop] for chunk in chunks])),
-        positions_L=indices(np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])),
-        kv_slots_L=indices(
-            np.concatenate([table.slots[chunk.request.resident.row, chunk.start : chunk.stop] for chunk in chunks])
+    rows = [chunk.request.resident.row for chunk in chunks]
+    return PrefillBatch(
+        lengths=tuple(chunk.stop - chunk.start for chunk in chunks),
+        state_positions=tuple(state_positions),
+        token_ids_L=_indices(np.concatenate([chunk.request.tokens[chunk.start : chunk.stop] for chunk in chunks])),
+        positions_L=np.concatenate([np.arange(chunk.start, chunk.stop, dtype=np.int64) for chunk in chunks]),
+        kv_slots_L=_indices(
+            np.concatenate([table.slots[row, c.start : c.stop] for row, c in zip(rows, chunks, strict=True)])
         ),
-        request_rows_S=indices([chunk.request.resident.row for chunk in chunks]),
+        request_rows_S=_indices(rows),
         context_lens=tuple(chunk.stop for chunk in chunks),
-        working_slots_S=indices([chunk.request.resident.working_slot for chunk in chunks]),
-        state_slots_R=indices(state_slots),
-        logits_tokens_M=indices(logits_tokens),
+        working_slots_S=_indices([chunk.request.resident.working_slot for chunk in chunks]),
+        state_slots_R=_indices(state_slots),
+        logits_tokens_M=_indices(logits_tokens),
+        last_rows_S=_indices(last_rows),
+        scored=tuple(scored),
     )
-    return PrefillBatch(inputs, indices(last_rows), tuple(scored))
 
 
-def build_decode(requests: Sequence[Request], table: RequestTable, *, device: torch.device) -> DecodeInputs:
-    """One row per request: its only uncomputed token."""
-    rows = np.array([request.resident.row for request in requests], dtype=np.int64)
-    positions = np.array([request.num_computed_tokens for request in requests], dtype=np.int64)
+def _scored_span(chunk: PrefillChunk, first_row: int) -> ScoredSpan | None:
+    """The prompt tokens that the logits of this chunk score, if that is wanted and they have not been read yet."""
+    request = chunk.request
+    if not request.wants_prompt_logprobs:
+        return None
+    # The logits of the last prompt token score no prompt token.
+    start, stop = max(chunk.start, request.num_prompt_logits_read), min(chunk.stop, request.tail_position)
+    if start >= stop:
+        return None
+    return ScoredSpan(request, tuple(request.tokens[start + 1 : stop + 1].tolist()), first_row)
 
-    def indices(values: Sequence[int] | np.ndarray) -> Tensor:
-        return torch.as_tensor(np.asarray(values, dtype=np.int64), device=device)
 
-    return DecodeInputs(
-        token_ids_B=indices([request.tokens.last for request in requests]),
-        positions_B=indices(positions),
-        kv_slots_B=indices(table.slots[rows, positions]),
-        request_rows_B=indices(rows),
-        context_lens_B=indices(positions + 1),
-        max_context_len=int(positions.max()) + 1,
-        working_slots_B=indices([request.resident.working_slot for request in requests]),
+def build_decode(requests: Sequence[Request], table: RequestTable) -> DecodeBatch:
+    """One row per request: the first token that is not computed, known or in flight."""
+    rows = _indices([request.resident.row for request in requests])
+    positions = _indices([request.num_computed_tokens for request in requests])
+    return DecodeBatch(
+        token_ids_B=_indices([_next_input(request) for request in requests]),
+        positions_B=positions,
+        kv_slots_B=_indices(table.slots[rows, positions]),
+        request_rows_B=rows,
+        working_slots_B=_indices([request.resident.working_slot for request in requests]),
     )
+
+
+def _next_input(request: Request) -> int:
+    return request.tokens.last if request.num_computed_tokens < request.num_tokens else IN_FLIGHT
+
+
+def _indices(values: Sequence[int] | np.ndarray) -> Indices:
+    return np.asarray(values, dtype=np.int64)
+
+
+def to_device(values: Indices, device: torch.device) -> Tensor:
+    """int64 indices as a tensor; on a CPU it shares their memory."""
+    return torch.from_numpy(values).to(device)

@@ -12,7 +12,8 @@ from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.engine.completion import Stop
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.request_group import RequestGroup
-from hybrid_runtime.engine.runner import ForwardResult, ModelRunner, RankedLogprobs, SampledToken, ScoredToken
+from hybrid_runtime.engine.results import ForwardResult, RankedLogprobs, SampledToken, ScoredToken
+from hybrid_runtime.engine.runner import ModelRunner
 from hybrid_runtime.errors import ReentrantCallError
 from hybrid_runtime.outputs import TokenLogprobs, token_logprobs
 from hybrid_runtime.scheduling.request import Request, RequestStatus
@@ -201,18 +202,9 @@ class Engine:
             self._note_progress(group)
 
     def _run(self, step: ScheduledStep) -> list[ForwardResult]:
-        with nvtx.annotate("load"):
-            self.memory.load_table()
-        with nvtx.annotate("copy"):
-            self.runner.prepare_states(step.admissions)
-        results = []
-        if step.prefill:
-            with nvtx.annotate("run.prefill"):
-                results.append(self.runner.prefill(step.prefill))
-        if step.decode:
-            with nvtx.annotate(f"run.decode.b{len(step.decode)}"):
-                results.append(self.runner.decode(step.decode))
-        return results
+        with nvtx.annotate("prepare"):
+            prepared = self.runner.prepare(step)
+        return self.runner.launch(prepared).wait()
 
     def _apply(self, step: ScheduledStep, results: list[ForwardResult]) -> None:
         invalid = frozenset(request for result in results for request in result.invalid)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -10,7 +12,7 @@ from hybrid_runtime.graphs.step_inputs import StepMemory
 from hybrid_runtime.memory.allocator import SlotAllocator
 from hybrid_runtime.memory.plan import MemoryPlan
 from hybrid_runtime.memory.pools import LayerSpec, Pool
-from hybrid_runtime.memory.request_table import RequestTable
+from hybrid_runtime.memory.request_table import RequestTable, TableEntries
 from hybrid_runtime.scheduling.host_tier import HostTier
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.supply import SlotSupply
@@ -28,7 +30,9 @@ class EngineMemory:
         max_num_seqs: int,
         eviction: str,
         device: torch.device,
+        table_is_shared: bool | None = None,
     ) -> None:
+        """`table_is_shared`: steps read the host's request table itself; None: on a CPU. Not where steps overlap."""
         self.kv_pool = Pool(kv_layers, plan.num_kv_slots, device)
         self.state_pool = Pool(state_layers, plan.num_state_slots, device)
         self.supply = SlotSupply(
@@ -36,10 +40,9 @@ class EngineMemory:
         )
         self.tier: HostTier | None = None
         self.table = RequestTable(max_num_seqs, plan.max_model_len)
-        # On a CPU the device's table is the host's: nothing to load.
         host_table = torch.from_numpy(self.table.slots)
-        self._table_is_shared = device.type == "cpu"
-        self.device_table = host_table if self._table_is_shared else host_table.to(device)
+        self.table_is_shared = device.type == "cpu" if table_is_shared is None else table_is_shared
+        self.device_table = host_table if self.table_is_shared else host_table.clone().to(device)
         self.step_memory = StepMemory(self.kv_pool.layers, self.state_pool.layers, self.device_table)
 
     @property
@@ -63,12 +66,11 @@ class EngineMemory:
             self.tier.start_over()
         self.table.start_over()
 
-    def load_table(self) -> None:
-        """Brings what was written to the request table since the last call to the device."""
-        for write in self.table.take_writes():
-            if not self._table_is_shared:
-                columns = slice(write.start, write.stop)
-                self.device_table[write.row, columns] = torch.from_numpy(self.table.slots[write.row, columns])
+    def load_table(self, entries: Sequence[TableEntries]) -> None:
+        """Brings what was written to the request table to the device's copy of it."""
+        for entry in entries:
+            columns = slice(entry.start, entry.start + len(entry.slots))
+            self.device_table[entry.row, columns] = torch.from_numpy(entry.slots)
 
     def free(self) -> None:
         """Gives the pools' memory back; nothing can run afterwards."""

@@ -11,12 +11,12 @@ from hybrid_runtime.errors import PoolExhausted
 
 
 @dataclass(frozen=True)
-class TableWrite:
-    """Columns `[start, stop)` of `row` were written since the last `take_writes`."""
+class TableEntries:
+    """KV slots of positions `start, start + 1, ...` of one row, for the device's copy of the table."""
 
     row: int
     start: int
-    stop: int
+    slots: NDArray[np.int32]
 
 
 class RequestTable:
@@ -27,7 +27,7 @@ class RequestTable:
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.slots: NDArray[np.int32] = np.zeros((max_num_seqs + 1, max_model_len), dtype=np.int32)
-        self._writes: list[TableWrite] = []
+        self._writes: list[tuple[int, int, int]] = []  # row, start, stop
         self.start_over()
 
     @property
@@ -49,13 +49,17 @@ class RequestTable:
         """Sets the KV slots of positions `start, start + 1, ...` of the request in `row`."""
         if len(slots):
             self.slots[row, start : start + len(slots)] = slots
-            self._writes.append(TableWrite(row, start, start + len(slots)))
+            self._writes.append((row, start, start + len(slots)))
 
     def start_over(self) -> None:
         """Declares all rows free, whoever had them."""
         self._free_rows = list(range(len(self.slots) - 1, 0, -1))  # the lowest is handed out first
 
-    def take_writes(self) -> list[TableWrite]:
-        """What was written since the last call, for the device's mirror."""
+    def take_writes(self) -> tuple[TableEntries, ...]:
+        """Copies of what was written since the last call."""
         writes, self._writes = self._writes, []
-        return writes
+        return tuple(TableEntries(row, start, self.slots[row, start:stop].copy()) for row, start, stop in writes)
+
+    def forget_writes(self) -> None:
+        """For a device that reads this very table."""
+        self._writes.clear()

@@ -7,15 +7,16 @@ drawn from the state. So the content of every slot can be checked at any time wi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from hybrid_runtime.engine.memory import EngineMemory
-from hybrid_runtime.engine.runner import ForwardResult, SampledToken
+from hybrid_runtime.engine.results import ForwardResult, SampledToken
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.residency import Admission
-from hybrid_runtime.scheduling.scheduler import DecodeRow, PrefillChunk
+from hybrid_runtime.scheduling.scheduler import DecodeRow, PrefillChunk, ScheduledStep
 
 POISON = "nobody's"
 NUM_TOKENS = 3
@@ -34,6 +35,14 @@ def require(holds: bool, what: object) -> None:
     """As `assert`, in a forward: the engine would take any `Exception` for a forward that fails, and run it again."""
     if not holds:
         pytest.fail(f"in a forward: {what}")
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    results: list[ForwardResult]
+
+    def wait(self) -> list[ForwardResult]:
+        return self.results
 
 
 class HashingRunner:
@@ -68,6 +77,16 @@ class HashingRunner:
             prefixes[node] = prefix
             if node.state_slot is not None:
                 assert self.states[node.state_slot] == prefix, (self.states[node.state_slot], prefix)
+
+    def prepare(self, step: ScheduledStep) -> ScheduledStep:
+        return step
+
+    def launch(self, prepared: ScheduledStep) -> LaunchedStep:
+        self.prepare_states(prepared.admissions)
+        results = [self.prefill(prepared.prefill)] if prepared.prefill else []
+        if prepared.decode:
+            results.append(self.decode(prepared.decode))
+        return LaunchedStep(results)
 
     def prepare_states(self, admissions: Sequence[Admission]) -> None:
         for admission in admissions:

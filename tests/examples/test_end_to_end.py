@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -79,7 +80,7 @@ def test_section_3_2_copy_on_write(rt: HybridRuntime) -> None:
     assert (admission.copied_from, residence.working_slot) == (1, 50)
     assert residence.receipt.holds_state, "the source must not be evicted before it is copied"
     assert all(tensor.isnan().all() for tensor in state_of(rt, 50)), "the copy is put off until the forward"
-    engine.runner.prepare_states(step.admissions)
+    engine.runner.launch(dataclasses.replace(engine.runner.prepare(step), prefill=None, decode=None))
     assert all(map(torch.equal, state_of(rt, 50), of_the_tree))
     engine.scheduler.reset(step)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_runtime.errors import PoolExhausted
-from hybrid_runtime.memory.request_table import RequestTable, TableWrite
+from hybrid_runtime.memory.request_table import RequestTable
 
 
 def ints(*values: int) -> np.ndarray:
@@ -55,10 +55,10 @@ def test_writes_land_where_they_are_said_to_and_are_logged_once():
     table.write(2, 3, ints(9, 10))
     table.write(1, 2, ints())
     assert table.slots.tolist() == [[0] * 5, [7, 8, 0, 0, 0], [0, 0, 0, 9, 10]]
-    assert table.take_writes() == [TableWrite(1, 0, 2), TableWrite(2, 3, 5)]
-    assert table.take_writes() == []
+    assert written(table) == [(1, 0, [7, 8]), (2, 3, [9, 10])]
+    assert written(table) == []
     table.write(1, 1, ints(5))
-    assert table.take_writes() == [TableWrite(1, 1, 2)]
+    assert written(table) == [(1, 1, [5])]
 
 
 def test_a_write_beyond_the_row_is_refused_and_not_logged():
@@ -66,7 +66,7 @@ def test_a_write_beyond_the_row_is_refused_and_not_logged():
     with pytest.raises(ValueError, match="broadcast"):
         table.write(1, 2, ints(4, 5))
     assert not table.slots.any()
-    assert table.take_writes() == []
+    assert written(table) == []
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5), st.lists(st.integers(1, 99), max_size=4)), max_size=12))
@@ -75,9 +75,31 @@ def test_a_mirror_that_follows_the_log_equals_the_table(writes):
     for number, (row, start, slots) in enumerate(writes):
         table.write(row, start, ints(*slots))
         if number % 3 == 0:
-            for write in table.take_writes():
-                mirror[write.row, write.start : write.stop] = table.slots[write.row, write.start : write.stop]
-    for write in table.take_writes():
-        mirror[write.row, write.start : write.stop] = table.slots[write.row, write.start : write.stop]
+            follow(table, mirror)
+    follow(table, mirror)
     np.testing.assert_array_equal(mirror, table.slots)
     assert not table.slots[0].any()
+
+
+def test_what_a_device_reads_in_place_is_not_handed_out():
+    table = RequestTable(1, 3)
+    table.write(1, 0, ints(4))
+    table.forget_writes()
+    assert written(table) == []
+
+
+def test_what_was_handed_out_does_not_change_any_more():
+    table = RequestTable(1, 3)
+    table.write(1, 0, ints(4))
+    [entries] = table.take_writes()
+    table.write(1, 0, ints(5))
+    assert entries.slots.tolist() == [4]
+
+
+def written(table):
+    return [(entries.row, entries.start, entries.slots.tolist()) for entries in table.take_writes()]
+
+
+def follow(table, mirror):
+    for entries in table.take_writes():
+        mirror[entries.row, entries.start : entries.start + len(entries.slots)] = entries.slots
