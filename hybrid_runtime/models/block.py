@@ -14,23 +14,24 @@ from hybrid_runtime.models.feed_forward import FeedForward, build_feed_forward
 from hybrid_runtime.models.mixers import Mixer, MixerMemory, build_mixer
 from hybrid_runtime.models.spec import BlockSpec, NormSpec
 from hybrid_runtime.models.weights import BlockWeights
+from hybrid_runtime.ops.kernels import Kernels
 from hybrid_runtime.ops.norms import rms_norm
 
 
 class Block:
     """Executes a `BlockSpec`. It owns no memory, so one block may stand at several depths."""
 
-    def __init__(self, spec: BlockSpec, weights: BlockWeights) -> None:
+    def __init__(self, spec: BlockSpec, weights: BlockWeights, kernels: Kernels) -> None:
         self.spec = spec
         self.weights = weights
         self.mixers: tuple[Mixer, ...] = tuple(
-            build_mixer(branch.mixer, mixer_weights)
+            build_mixer(branch.mixer, mixer_weights, kernels)
             for branch, mixer_weights in zip(spec.branches, weights.mixers, strict=True)
         )
         self.feed_forward: FeedForward | None = None
         if spec.feed_forward is not None:
             assert weights.feed_forward is not None
-            self.feed_forward = build_feed_forward(spec.feed_forward, weights.feed_forward)
+            self.feed_forward = build_feed_forward(spec.feed_forward, weights.feed_forward, kernels)
 
     def prefill(self, x_LD: Tensor, inputs: PrefillInputs, memories: Sequence[MixerMemory]) -> Tensor:
         """The residual stream behind this depth; writes `memories`, one per branch."""

@@ -12,6 +12,7 @@ from torch.nn.functional import linear, silu
 
 from hybrid_runtime.models.spec import FeedForwardSpec, MoeSpec, SoftmaxRouterSpec
 from hybrid_runtime.models.weights import FeedForwardWeights, GatedMlpWeights, MoeWeights
+from hybrid_runtime.ops.kernels import Kernels
 from hybrid_runtime.ops.moe import (
     Routing,
     moe_feed_forward,
@@ -35,23 +36,25 @@ class FeedForward(ABC):
 
 
 class GatedMlp(FeedForward):
-    def __init__(self, weights: GatedMlpWeights) -> None:
+    def __init__(self, weights: GatedMlpWeights, kernels: Kernels) -> None:
         self.weights = weights
+        self.kernels = kernels
 
     def prefill(self, x_ND: Tensor) -> Tensor:
-        maps = self.weights.gate_up
-        gate_NF, up_NF = maps[0](x_ND).chunk(2, dim=-1) if len(maps) == 1 else (maps[0](x_ND), maps[1](x_ND))
-        return self.weights.down(silu(gate_NF) * up_NF)
+        parts = [self.kernels.linear(x_ND, *part) for part in self.weights.gate_up]
+        gate_NF, up_NF = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
+        return self.kernels.linear(silu(gate_NF) * up_NF, *self.weights.down)
 
     def decode(self, x_ND: Tensor) -> Tensor:
         return self.prefill(x_ND)
 
 
 class MixtureOfExperts(FeedForward):
-    def __init__(self, spec: MoeSpec, weights: MoeWeights) -> None:
+    def __init__(self, spec: MoeSpec, weights: MoeWeights, kernels: Kernels) -> None:
         self.spec = spec
         self.weights = weights
-        self.shared = None if weights.shared_expert is None else GatedMlp(weights.shared_expert)
+        self.kernels = kernels
+        self.shared = None if weights.shared_expert is None else GatedMlp(weights.shared_expert, kernels)
 
     def prefill(self, x_ND: Tensor) -> Tensor:
         routed_ND = moe_feed_forward(x_ND, *self._route(x_ND), self.weights.gate_up_EFD, self.weights.down_EDF, silu)
@@ -67,7 +70,7 @@ class MixtureOfExperts(FeedForward):
         spec, weights = self.spec.router, self.weights
         if isinstance(spec, SoftmaxRouterSpec):
             return softmax_topk_router(
-                weights.router(x_ND),
+                self.kernels.linear(x_ND, *weights.router),
                 spec.top_k,
                 normalize=spec.renormalize,
                 softmax_before_topk=spec.softmax_before_top_k,
@@ -90,14 +93,14 @@ class MixtureOfExperts(FeedForward):
             return routed_ND
         shared_ND = self.shared.prefill(x_ND)
         if self.weights.shared_gate is not None:
-            shared_ND = self.weights.shared_gate(x_ND).sigmoid() * shared_ND
+            shared_ND = self.kernels.linear(x_ND, *self.weights.shared_gate).sigmoid() * shared_ND
         return routed_ND + shared_ND
 
 
-def build_feed_forward(spec: FeedForwardSpec, weights: FeedForwardWeights) -> FeedForward:
+def build_feed_forward(spec: FeedForwardSpec, weights: FeedForwardWeights, kernels: Kernels) -> FeedForward:
     """The part that executes a spec with the given weights."""
     if isinstance(spec, MoeSpec):
         assert isinstance(weights, MoeWeights)
-        return MixtureOfExperts(spec, weights)
+        return MixtureOfExperts(spec, weights, kernels)
     assert isinstance(weights, GatedMlpWeights)
-    return GatedMlp(weights)
+    return GatedMlp(weights, kernels)

@@ -18,6 +18,7 @@ from hybrid_runtime.models.block import Block, apply_norm, scale
 from hybrid_runtime.models.mixers import AttentionMixer, Mixer, MixerMemory, RecurrentMixer
 from hybrid_runtime.models.spec import ModelSpec
 from hybrid_runtime.models.weights import ModelWeights
+from hybrid_runtime.ops.kernels import REFERENCE, Kernels
 from hybrid_runtime.ops.ragged import state_dtype_for
 
 
@@ -40,19 +41,25 @@ class HybridModel:
     `StepMemory.kv_layers[d]`, the d-th recurrent mixer `StepMemory.state_layers[d]`. Either kind may be absent.
     """
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, kernels: Kernels = REFERENCE) -> None:
+        """`kernels`: the forms of the operations to run."""
         self.spec = spec
         self.weights = weights
+        self.kernels = kernels
         blocks: dict[str, Block] = {}
         for depth, block_spec in enumerate(spec.blocks):
             key = spec.weights_key(depth)
-            known = blocks.setdefault(key, Block(block_spec, weights.blocks[key]))
+            known = blocks.setdefault(key, Block(block_spec, weights.blocks[key], kernels))
             if known.spec != block_spec:
                 raise ValueError(f"blocks with the shared weights {key!r} have different specs")
         self.blocks: tuple[Block, ...] = tuple(blocks[spec.weights_key(depth)] for depth in range(len(spec.blocks)))
         self._attentions: list[AttentionMixer] = []
         self._recurrents: list[RecurrentMixer] = []
         self._places = tuple(tuple(self._place(mixer) for mixer in block.mixers) for block in self.blocks)
+
+    def with_kernels(self, kernels: Kernels) -> HybridModel:
+        """The same model on the same weights, with other forms of its operations."""
+        return HybridModel(self.spec, self.weights, kernels)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,5 +116,5 @@ class HybridModel:
 
     def _logits(self, x_ND: Tensor) -> Tensor:
         normed_ND = apply_norm(x_ND, self.spec.final_norm, self.weights.final_norm_D)
-        logits_NV = self.weights.lm_head(normed_ND)
+        logits_NV = self.kernels.linear(normed_ND, *self.weights.lm_head)
         return scale(logits_NV.to(state_dtype_for(logits_NV)), self.spec.logits_multiplier)

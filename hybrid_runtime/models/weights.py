@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 
 class Linear(NamedTuple):
-    """An affine map that shares the tensors it was made from."""
+    """An affine map, `kernels.linear(x, *map)`; shares the tensors it was made from."""
 
     weight_OI: Tensor
     bias_O: Tensor | None = None
@@ -23,9 +22,6 @@ class Linear(NamedTuple):
     def of(cls, module: nn.Linear) -> Linear:
         """The map of a torch module, sharing its parameters."""
         return cls(module.weight, module.bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight_OI, self.bias_O)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from hybrid_runtime.models.mixers.kda import KdaMixer
 from hybrid_runtime.models.mixers.mamba2 import Mamba2Mixer
 from hybrid_runtime.models.mixers.mla import MlaMixer
 from hybrid_runtime.models.spec import AttentionSpec, GdnSpec, KdaSpec, Mamba2Spec, MixerSpec, MlaSpec
+from hybrid_runtime.ops.kernels import Kernels
 
 __all__ = ["AttentionMixer", "Mixer", "MixerMemory", "RecurrentMixer", "build_mixer"]
 
-_MIXERS: Mapping[type[MixerSpec], Callable[[Any, Any], Mixer]] = {
+_MIXERS: Mapping[type[MixerSpec], Callable[[Any, Any, Kernels], Mixer]] = {
     AttentionSpec: GqaMixer,
     MlaSpec: MlaMixer,
     Mamba2Spec: Mamba2Mixer,
@@ -24,6 +25,6 @@ _MIXERS: Mapping[type[MixerSpec], Callable[[Any, Any], Mixer]] = {
 }
 
 
-def build_mixer(spec: MixerSpec, weights: Any) -> Mixer:
+def build_mixer(spec: MixerSpec, weights: Any, kernels: Kernels) -> Mixer:
     """The mixer that executes `spec` with weights of the class that its file names."""
-    return _MIXERS[type(spec)](spec, weights)
+    return _MIXERS[type(spec)](spec, weights, kernels)

@@ -17,7 +17,7 @@ from hybrid_runtime.memory.pools import LayerSpec, TensorSpec
 from hybrid_runtime.models.mixers.base import AttentionMixer, MixerMemory, write_slots
 from hybrid_runtime.models.spec import AttentionSpec
 from hybrid_runtime.models.weights import Linear
-from hybrid_runtime.ops.attention import decode_attention, prefill_attention
+from hybrid_runtime.ops.kernels import Kernels
 from hybrid_runtime.ops.norms import rms_norm
 from hybrid_runtime.ops.rope import apply_rope, rope_cos_sin
 
@@ -41,9 +41,10 @@ class AttentionWeights:
 class GqaMixer(AttentionMixer):
     """KV: `k` `[G, K]` after norm and rotation, `v` `[G, V]`."""
 
-    def __init__(self, spec: AttentionSpec, weights: AttentionWeights) -> None:
+    def __init__(self, spec: AttentionSpec, weights: AttentionWeights, kernels: Kernels) -> None:
         self.spec = spec
         self.weights = weights
+        self.kernels = kernels
 
     def kv_tensors(self, dtype: torch.dtype) -> LayerSpec:
         spec = self.spec
@@ -56,7 +57,7 @@ class GqaMixer(AttentionMixer):
         rotation = self._rotation(inputs.positions_L, x_LD.dtype)
         query_LHK, gate_LHV = self._query(x_LD, rotation)
         self._write_kv(x_LD, rotation, inputs.kv_slots_L, memory)
-        y_LHV = prefill_attention(
+        y_LHV = self.kernels.prefill_attention(
             query_LHK,
             memory.tensors[KEY],
             memory.tensors[VALUE],
@@ -73,7 +74,7 @@ class GqaMixer(AttentionMixer):
         rotation = self._rotation(inputs.positions_B, x_BD.dtype)
         query_BHK, gate_BHV = self._query(x_BD, rotation)
         self._write_kv(x_BD, rotation, inputs.kv_slots_B, memory)
-        y_BHV = decode_attention(
+        y_BHV = self.kernels.decode_attention(
             query_BHK,
             memory.tensors[KEY],
             memory.tensors[VALUE],
@@ -96,7 +97,7 @@ class GqaMixer(AttentionMixer):
 
     def _query(self, x_ND: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor | None]:
         spec = self.spec
-        query_NHK = rearrange(self.weights.query(x_ND), "n (h k) -> n h k", h=spec.num_heads)
+        query_NHK = rearrange(self.kernels.linear(x_ND, *self.weights.query), "n (h k) -> n h k", h=spec.num_heads)
         gate_NHV = None
         if spec.output_gate:
             query_NHK, gate_NHV = query_NHK.split([spec.head_dim, spec.value_dim], dim=-1)
@@ -104,9 +105,9 @@ class GqaMixer(AttentionMixer):
 
     def _write_kv(self, x_ND: Tensor, rotation: Rotation, kv_slots_N: Tensor, memory: MixerMemory) -> None:
         weights, num_kv_heads = self.weights, self.spec.num_kv_heads
-        key_NGK = rearrange(weights.key(x_ND), "n (g k) -> n g k", g=num_kv_heads)
+        key_NGK = rearrange(self.kernels.linear(x_ND, *weights.key), "n (g k) -> n g k", g=num_kv_heads)
         key_NGK = self._norm_and_rotate(key_NGK, weights.key_norm_K, rotation)
-        value_NGV = rearrange(weights.value(x_ND), "n (g v) -> n g v", g=num_kv_heads)
+        value_NGV = rearrange(self.kernels.linear(x_ND, *weights.value), "n (g v) -> n g v", g=num_kv_heads)
         write_slots(memory.tensors[KEY], kv_slots_N, key_NGK)
         write_slots(memory.tensors[VALUE], kv_slots_N, value_NGV)
 
@@ -119,4 +120,4 @@ class GqaMixer(AttentionMixer):
     def _output(self, y_NHV: Tensor, gate_NHV: Tensor | None, dtype: torch.dtype) -> Tensor:
         if gate_NHV is not None:
             y_NHV = y_NHV * gate_NHV.sigmoid()
-        return self.weights.output(rearrange(y_NHV, "n h v -> n (h v)").to(dtype))
+        return self.kernels.linear(rearrange(y_NHV, "n h v -> n (h v)").to(dtype), *self.weights.output)

@@ -20,7 +20,7 @@ from hybrid_runtime.models.mixers.base import MixerMemory, RecurrentMixer, write
 from hybrid_runtime.models.mixers.short_conv import WINDOW, ShortConv
 from hybrid_runtime.models.spec import GdnSpec
 from hybrid_runtime.models.weights import Linear
-from hybrid_runtime.ops.gdn import gdn_chunked, gdn_step
+from hybrid_runtime.ops.kernels import Kernels
 from hybrid_runtime.ops.norms import gated_rms_norm, l2_norm
 from hybrid_runtime.ops.ragged import state_dtype_for
 
@@ -63,9 +63,10 @@ class _Operands(NamedTuple):
 class GdnMixer(RecurrentMixer):
     """State: the conv window `conv` and the delta-rule state `gdn` `[H, V, K]`."""
 
-    def __init__(self, spec: GdnSpec, weights: GdnWeights) -> None:
+    def __init__(self, spec: GdnSpec, weights: GdnWeights, kernels: Kernels) -> None:
         self.spec = spec
         self.weights = weights
+        self.kernels = kernels
 
     def state_tensors(self, dtype: torch.dtype, state_dtype: torch.dtype) -> LayerSpec:
         spec = self.spec
@@ -76,16 +77,16 @@ class GdnMixer(RecurrentMixer):
 
     def prefill(self, x_LD: Tensor, inputs: PrefillInputs, memory: MixerMemory) -> Tensor:
         projected = self._project(x_LD)
-        operands = self._operands(projected, self.weights.conv.prefill(projected.qkv_NC, inputs, memory))
+        operands = self._operands(projected, self.weights.conv.prefill(self.kernels, projected.qkv_NC, inputs, memory))
         pool = memory.tensors[STATE]
-        y_LHV, states_RHVK = gdn_chunked(*operands, pool[inputs.working_slots_S], inputs.layout)
+        y_LHV, states_RHVK = self.kernels.gdn_chunked(*operands, pool[inputs.working_slots_S], inputs.layout)
         write_slots(pool, inputs.state_slots_R, states_RHVK)
         return self._output(y_LHV, projected.gate_NHV, x_LD.dtype)
 
     def decode(self, x_BD: Tensor, inputs: DecodeInputs, memory: MixerMemory) -> Tensor:
         projected = self._project(x_BD)
-        operands = self._operands(projected, self.weights.conv.decode(projected.qkv_NC, inputs, memory))
-        y_BHV = gdn_step(*operands, memory.tensors[STATE], inputs.working_slots_B)
+        operands = self._operands(projected, self.weights.conv.decode(self.kernels, projected.qkv_NC, inputs, memory))
+        y_BHV = self.kernels.gdn_step(*operands, memory.tensors[STATE], inputs.working_slots_B)
         return self._output(y_BHV, projected.gate_NHV, x_BD.dtype)
 
     def _project(self, x_ND: Tensor) -> _Projected:
@@ -93,10 +94,12 @@ class GdnMixer(RecurrentMixer):
         per_key = spec.num_value_heads // spec.num_key_heads
         num_values = per_key * spec.value_dim
         by_key_head = "n (g c) -> n g c"
-        query, key, value, gate = rearrange(self.weights.qkvz(x_ND), by_key_head, g=spec.num_key_heads).split(
-            [spec.key_dim, spec.key_dim, num_values, num_values], dim=-1
+        query, key, value, gate = rearrange(
+            self.kernels.linear(x_ND, *self.weights.qkvz), by_key_head, g=spec.num_key_heads
+        ).split([spec.key_dim, spec.key_dim, num_values, num_values], dim=-1)
+        beta, decay = rearrange(self.kernels.linear(x_ND, *self.weights.ba), by_key_head, g=spec.num_key_heads).split(
+            per_key, dim=-1
         )
-        beta, decay = rearrange(self.weights.ba(x_ND), by_key_head, g=spec.num_key_heads).split(per_key, dim=-1)
         return _Projected(
             qkv_NC=torch.cat([part.flatten(1) for part in (query, key, value)], dim=-1),
             gate_NHV=rearrange(gate, "n g (j v) -> n (g j) v", j=per_key),
@@ -125,4 +128,4 @@ class GdnMixer(RecurrentMixer):
         normed_NHV = gated_rms_norm(
             y_NHV, gate_NHV, self.weights.norm_V, self.spec.norm_eps, activation="silu", norm_before_gate=True
         )
-        return self.weights.output(rearrange(normed_NHV, "n h v -> n (h v)").to(dtype))
+        return self.kernels.linear(rearrange(normed_NHV, "n h v -> n (h v)").to(dtype), *self.weights.output)

@@ -19,7 +19,7 @@ from hybrid_runtime.models.mixers.base import MixerMemory, RecurrentMixer, write
 from hybrid_runtime.models.mixers.short_conv import WINDOW, ShortConv
 from hybrid_runtime.models.spec import KdaSpec
 from hybrid_runtime.models.weights import Linear
-from hybrid_runtime.ops.kda import kda_chunked, kda_step
+from hybrid_runtime.ops.kernels import Kernels
 from hybrid_runtime.ops.norms import gated_rms_norm, l2_norm
 from hybrid_runtime.ops.ragged import state_dtype_for
 
@@ -57,9 +57,10 @@ class _Operands(NamedTuple):
 class KdaMixer(RecurrentMixer):
     """State: the conv window `conv` and the delta-rule state `kda` `[H, V, K]`."""
 
-    def __init__(self, spec: KdaSpec, weights: KdaWeights) -> None:
+    def __init__(self, spec: KdaSpec, weights: KdaWeights, kernels: Kernels) -> None:
         self.spec = spec
         self.weights = weights
+        self.kernels = kernels
 
     def state_tensors(self, dtype: torch.dtype, state_dtype: torch.dtype) -> LayerSpec:
         spec = self.spec
@@ -69,20 +70,23 @@ class KdaMixer(RecurrentMixer):
         }
 
     def prefill(self, x_LD: Tensor, inputs: PrefillInputs, memory: MixerMemory) -> Tensor:
-        qkv_LC = self.weights.conv.prefill(self._project(x_LD), inputs, memory)
+        qkv_LC = self.weights.conv.prefill(self.kernels, self._project(x_LD), inputs, memory)
         pool = memory.tensors[STATE]
-        y_LHV, states_RHVK = kda_chunked(*self._operands(x_LD, qkv_LC), pool[inputs.working_slots_S], inputs.layout)
+        y_LHV, states_RHVK = self.kernels.kda_chunked(
+            *self._operands(x_LD, qkv_LC), pool[inputs.working_slots_S], inputs.layout
+        )
         write_slots(pool, inputs.state_slots_R, states_RHVK)
         return self._output(x_LD, y_LHV)
 
     def decode(self, x_BD: Tensor, inputs: DecodeInputs, memory: MixerMemory) -> Tensor:
-        qkv_BC = self.weights.conv.decode(self._project(x_BD), inputs, memory)
-        y_BHV = kda_step(*self._operands(x_BD, qkv_BC), memory.tensors[STATE], inputs.working_slots_B)
+        qkv_BC = self.weights.conv.decode(self.kernels, self._project(x_BD), inputs, memory)
+        y_BHV = self.kernels.kda_step(*self._operands(x_BD, qkv_BC), memory.tensors[STATE], inputs.working_slots_B)
         return self._output(x_BD, y_BHV)
 
     def _project(self, x_ND: Tensor) -> Tensor:
         weights = self.weights
-        return torch.cat([weights.query(x_ND), weights.key(x_ND), weights.value(x_ND)], dim=-1)
+        maps = (weights.query, weights.key, weights.value)
+        return torch.cat([self.kernels.linear(x_ND, *part) for part in maps], dim=-1)
 
     def _operands(self, x_ND: Tensor, qkv_NC: Tensor) -> _Operands:
         spec, weights = self.spec, self.weights
@@ -90,21 +94,22 @@ class KdaMixer(RecurrentMixer):
         num_keys, num_values = spec.num_heads * spec.key_dim, spec.num_heads * spec.value_dim
         query_NC, key_NC, value_NC = qkv_NC.to(dtype).split([num_keys, num_keys, num_values], dim=-1)
         to_heads = "n (h c) -> n h c"
-        decay_in, decay_out = weights.decay
-        raw_NHK = rearrange(decay_out(decay_in(x_ND)).to(dtype), to_heads, h=spec.num_heads)
+        raw_NHK = rearrange(self._in_two_steps(x_ND, weights.decay).to(dtype), to_heads, h=spec.num_heads)
         rate_H1 = weights.log_decay_rate_H.to(dtype).exp()[:, None]
         return _Operands(
             query_NHK=l2_norm(rearrange(query_NC, to_heads, h=spec.num_heads), QK_EPS) * spec.key_dim**-0.5,
             key_NHK=l2_norm(rearrange(key_NC, to_heads, h=spec.num_heads), QK_EPS),
             value_NHV=rearrange(value_NC, to_heads, h=spec.num_heads),
             log_a_NHK=-rate_H1 * softplus(raw_NHK + weights.dt_bias_HK.to(dtype)),
-            beta_NH=weights.beta(x_ND).to(dtype).sigmoid(),
+            beta_NH=self.kernels.linear(x_ND, *weights.beta).to(dtype).sigmoid(),
         )
 
     def _output(self, x_ND: Tensor, y_NHV: Tensor) -> Tensor:
-        gate_in, gate_out = self.weights.gate
-        gate_NHV = rearrange(gate_out(gate_in(x_ND)), "n (h v) -> n h v", h=self.spec.num_heads)
+        gate_NHV = rearrange(self._in_two_steps(x_ND, self.weights.gate), "n (h v) -> n h v", h=self.spec.num_heads)
         normed_NHV = gated_rms_norm(
             y_NHV, gate_NHV, self.weights.norm_V, self.spec.norm_eps, activation="sigmoid", norm_before_gate=True
         )
-        return self.weights.output(rearrange(normed_NHV, "n h v -> n (h v)").to(x_ND.dtype))
+        return self.kernels.linear(rearrange(normed_NHV, "n h v -> n (h v)").to(x_ND.dtype), *self.weights.output)
+
+    def _in_two_steps(self, x_ND: Tensor, maps: tuple[Linear, Linear]) -> Tensor:
+        return self.kernels.linear(self.kernels.linear(x_ND, *maps[0]), *maps[1])

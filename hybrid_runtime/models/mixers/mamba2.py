@@ -20,7 +20,7 @@ from hybrid_runtime.models.mixers.base import MixerMemory, RecurrentMixer, write
 from hybrid_runtime.models.mixers.short_conv import WINDOW, ShortConv
 from hybrid_runtime.models.spec import Mamba2Spec
 from hybrid_runtime.models.weights import Linear
-from hybrid_runtime.ops.mamba2 import mamba2_chunked, mamba2_step
+from hybrid_runtime.ops.kernels import Kernels
 from hybrid_runtime.ops.norms import gated_rms_norm
 from hybrid_runtime.ops.ragged import state_dtype_for
 
@@ -53,9 +53,10 @@ class _Operands(NamedTuple):
 class Mamba2Mixer(RecurrentMixer):
     """State: the conv window `conv` and the SSM state `ssm` `[H, P, S]`."""
 
-    def __init__(self, spec: Mamba2Spec, weights: Mamba2Weights) -> None:
+    def __init__(self, spec: Mamba2Spec, weights: Mamba2Weights, kernels: Kernels) -> None:
         self.spec = spec
         self.weights = weights
+        self.kernels = kernels
 
     def state_tensors(self, dtype: torch.dtype, state_dtype: torch.dtype) -> LayerSpec:
         spec = self.spec
@@ -66,23 +67,25 @@ class Mamba2Mixer(RecurrentMixer):
 
     def prefill(self, x_LD: Tensor, inputs: PrefillInputs, memory: MixerMemory) -> Tensor:
         gate, xbc_LC, dt_LH = self._project(x_LD)
-        operands = self._operands(self.weights.conv.prefill(xbc_LC, inputs, memory), dt_LH)
+        operands = self._operands(self.weights.conv.prefill(self.kernels, xbc_LC, inputs, memory), dt_LH)
         pool = memory.tensors[STATE]
-        y_LHP, states_RHPS = mamba2_chunked(*operands, pool[inputs.working_slots_S], inputs.layout)
+        y_LHP, states_RHPS = self.kernels.mamba2_chunked(*operands, pool[inputs.working_slots_S], inputs.layout)
         write_slots(pool, inputs.state_slots_R, states_RHPS)
         return self._output(y_LHP, operands.x_NHP, gate, x_LD.dtype)
 
     def decode(self, x_BD: Tensor, inputs: DecodeInputs, memory: MixerMemory) -> Tensor:
         gate, xbc_BC, dt_BH = self._project(x_BD)
-        operands = self._operands(self.weights.conv.decode(xbc_BC, inputs, memory), dt_BH)
-        y_BHP = mamba2_step(*operands, memory.tensors[STATE], inputs.working_slots_B)
+        operands = self._operands(self.weights.conv.decode(self.kernels, xbc_BC, inputs, memory), dt_BH)
+        y_BHP = self.kernels.mamba2_step(*operands, memory.tensors[STATE], inputs.working_slots_B)
         return self._output(y_BHP, operands.x_NHP, gate, x_BD.dtype)
 
     def _project(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
         inner = spec.num_heads * spec.head_dim
         num_channels = inner + 2 * spec.num_groups * spec.state_dim
-        gate, xbc_NC, dt_NH = self.weights.input(x_ND).split([inner, num_channels, spec.num_heads], dim=-1)
+        gate, xbc_NC, dt_NH = self.kernels.linear(x_ND, *self.weights.input).split(
+            [inner, num_channels, spec.num_heads], dim=-1
+        )
         return gate, xbc_NC, dt_NH
 
     def _operands(self, xbc_NC: Tensor, dt_NH: Tensor) -> _Operands:
@@ -111,4 +114,4 @@ class Mamba2Mixer(RecurrentMixer):
             norm_before_gate=False,
             group_size=spec.num_heads * spec.head_dim // spec.num_groups,
         )
-        return self.weights.output(normed.to(dtype))
+        return self.kernels.linear(normed.to(dtype), *self.weights.output)

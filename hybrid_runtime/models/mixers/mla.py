@@ -17,7 +17,7 @@ from hybrid_runtime.memory.pools import LayerSpec, TensorSpec
 from hybrid_runtime.models.mixers.base import AttentionMixer, MixerMemory, write_slots
 from hybrid_runtime.models.spec import MlaSpec
 from hybrid_runtime.models.weights import Linear
-from hybrid_runtime.ops.attention import decode_mla, prefill_mla
+from hybrid_runtime.ops.kernels import Kernels
 from hybrid_runtime.ops.norms import rms_norm
 
 LATENT = "latent"
@@ -42,9 +42,10 @@ class MlaWeights:
 class MlaMixer(AttentionMixer):
     """KV: `latent` `[R + E]`, the normed latent, then the shared key channels."""
 
-    def __init__(self, spec: MlaSpec, weights: MlaWeights) -> None:
+    def __init__(self, spec: MlaSpec, weights: MlaWeights, kernels: Kernels) -> None:
         self.spec = spec
         self.weights = weights
+        self.kernels = kernels
 
     def kv_tensors(self, dtype: torch.dtype) -> LayerSpec:
         return {LATENT: TensorSpec((self.spec.latent_dim + self.spec.shared_key_dim,), dtype)}
@@ -52,7 +53,7 @@ class MlaMixer(AttentionMixer):
     def prefill(self, x_LD: Tensor, inputs: PrefillInputs, memory: MixerMemory) -> Tensor:
         pool = memory.tensors[LATENT]
         write_slots(pool, inputs.kv_slots_L, self._latent(x_LD))
-        y_LHV = prefill_mla(
+        y_LHV = self.kernels.prefill_mla(
             *self._query(x_LD),
             pool,
             *self._expansions(),
@@ -62,12 +63,12 @@ class MlaMixer(AttentionMixer):
             inputs.layout,
             scale=self.spec.scale,
         )
-        return self.weights.output(rearrange(y_LHV, "l h v -> l (h v)"))
+        return self.kernels.linear(rearrange(y_LHV, "l h v -> l (h v)"), *self.weights.output)
 
     def decode(self, x_BD: Tensor, inputs: DecodeInputs, memory: MixerMemory) -> Tensor:
         pool = memory.tensors[LATENT]
         write_slots(pool, inputs.kv_slots_B, self._latent(x_BD))
-        y_BHV = decode_mla(
+        y_BHV = self.kernels.decode_mla(
             *self._query(x_BD),
             pool,
             *self._expansions(),
@@ -77,21 +78,23 @@ class MlaMixer(AttentionMixer):
             inputs.max_context_len,
             scale=self.spec.scale,
         )
-        return self.weights.output(rearrange(y_BHV, "b h v -> b (h v)"))
+        return self.kernels.linear(rearrange(y_BHV, "b h v -> b (h v)"), *self.weights.output)
 
     def _latent(self, x_ND: Tensor) -> Tensor:
         spec = self.spec
-        latent_NR, shared_NE = self.weights.latent(x_ND).split([spec.latent_dim, spec.shared_key_dim], dim=-1)
+        latent_NR, shared_NE = self.kernels.linear(x_ND, *self.weights.latent).split(
+            [spec.latent_dim, spec.shared_key_dim], dim=-1
+        )
         latent_NR = rms_norm(latent_NR, self.weights.latent_norm_R, spec.latent_norm.eps)
         return torch.cat([latent_NR, shared_NE], dim=-1)
 
     def _query(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Queries against the expanded key channels `[N, H, C]` and against the shared ones `[N, H, E]`."""
         spec, weights = self.spec, self.weights
-        query = weights.query[0](x_ND)
+        query = self.kernels.linear(x_ND, *weights.query[0])
         if weights.query_norm is not None:
             assert spec.query_norm is not None
-            query = weights.query[1](rms_norm(query, weights.query_norm, spec.query_norm.eps))
+            query = self.kernels.linear(rms_norm(query, weights.query_norm, spec.query_norm.eps), *weights.query[1])
         query_NHC, shared_NHE = rearrange(query, "n (h c) -> n h c", h=spec.num_heads).split(
             [spec.key_dim, spec.shared_key_dim], dim=-1
         )

@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs
 from hybrid_runtime.memory.pools import TensorSpec
 from hybrid_runtime.models.mixers.base import MixerMemory, write_slots
-from hybrid_runtime.ops.conv import causal_conv, conv_step
+from hybrid_runtime.ops.kernels import Kernels
 
 WINDOW = "conv"
 
@@ -34,12 +34,14 @@ class ShortConv(NamedTuple):
         channels, width = self.weight_DW.shape
         return TensorSpec((width - 1, channels), dtype)
 
-    def prefill(self, x_LD: Tensor, inputs: PrefillInputs, memory: MixerMemory) -> Tensor:
+    def prefill(self, kernels: Kernels, x_LD: Tensor, inputs: PrefillInputs, memory: MixerMemory) -> Tensor:
         pool = memory.tensors[WINDOW]
-        y_LD, windows_RWD = causal_conv(x_LD, self.weight_DW, self.bias_D, pool[inputs.working_slots_S], inputs.layout)
+        y_LD, windows_RWD = kernels.causal_conv(
+            x_LD, self.weight_DW, self.bias_D, pool[inputs.working_slots_S], inputs.layout
+        )
         write_slots(pool, inputs.state_slots_R, windows_RWD)
         return silu(y_LD)
 
-    def decode(self, x_BD: Tensor, inputs: DecodeInputs, memory: MixerMemory) -> Tensor:
+    def decode(self, kernels: Kernels, x_BD: Tensor, inputs: DecodeInputs, memory: MixerMemory) -> Tensor:
         pool = memory.tensors[WINDOW]
-        return silu(conv_step(x_BD, self.weight_DW, self.bias_D, pool, inputs.working_slots_B))
+        return silu(kernels.conv_step(x_BD, self.weight_DW, self.bias_D, pool, inputs.working_slots_B))
