@@ -1,0 +1,22 @@
+"""C++ twins of the operations in `ops/` for CPU tensors: same names, signatures and contracts.
+
+For where Inductor's loops lose on a CPU: a state update by slot index (it writes a temporary and copies that to the
+pool), linear layers of few rows, and attention that gathers its context. Each twin is an operator of the namespace
+`hybrid_runtime` whose schema states what it mutates, so that a compiled graph keeps it, in place and without a break.
+
+Nothing is built at import: the first call, or the first trace, builds (see `ensure_built`). Rows of slot 0 are skipped:
+their output is zero. What a caller gets wrong raises ValueError before anything is read or written.
+"""
+
+from hybrid_runtime.ops.cpu_kernels.build import CompilerNotFound, ensure_built
+from hybrid_runtime.ops.cpu_kernels.twins import decode_attention, gdn_step, kda_step, linear, mamba2_step
+
+__all__ = [
+    "CompilerNotFound",
+    "decode_attention",
+    "ensure_built",
+    "gdn_step",
+    "kda_step",
+    "linear",
+    "mamba2_step",
+]

@@ -1,0 +1,67 @@
+"""Builds the C++ kernels at first use, for this machine's processor, and keeps the library for later processes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+SOURCE = Path(__file__).parent / "kernels.cpp"
+# Contraction is off because the convolution must round as its PyTorch form does; the kernels say where they fuse.
+# The kernels run on torch's own threads: no OpenMP runtime is linked, only its `simd` pragmas are read.
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp-simd", "-fPIC", "-shared"]
+
+
+class CompilerNotFound(RuntimeError):
+    """The kernels are not built yet, and there is no C++ compiler to build them with."""
+
+
+@cache
+def ensure_built() -> None:
+    """Loads the kernels; builds them first (several seconds) unless an earlier process has left them in the cache.
+
+    The cache is torch's folder for extensions (`TORCH_EXTENSIONS_DIR`); a library there is used if sources, flags,
+    torch, compiler and the instructions of this processor are the same. The compiler is `CXX`, or what torch takes.
+
+    Raises CompilerNotFound without a compiler, RuntimeError with the compiler's message if it fails.
+    """
+    torch.ops.load_library(_built_library())
+
+
+def _built_library() -> Path:
+    compiler = cpp_extension.get_cxx_compiler()
+    target = _run(compiler, ["-march=native", "-E", "-dM", "-x", "c++", os.devnull])
+    digest = hashlib.sha256("\0".join([target, torch.__version__, *FLAGS]).encode())
+    for path in [*sorted(SOURCE.parent.glob("*.h")), SOURCE]:
+        digest.update(path.read_bytes())
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    library = folder / "hybrid_runtime" / f"cpu_kernels_{digest.hexdigest()[:20]}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+        libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+        with tempfile.TemporaryDirectory(dir=library.parent) as work:
+            built = Path(work) / library.name
+            _run(compiler, [*FLAGS, *includes, str(SOURCE), "-o", str(built), *libraries, "-ltorch_cpu"])
+            # At once: another process never sees half a library. Two builders write the same.
+            built.replace(library)
+    return library
+
+
+def _run(compiler: str, arguments: list[str]) -> str:
+    try:
+        done = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise CompilerNotFound(
+            f"the CPU kernels need a C++ compiler, and {compiler!r} can't be run ({error}); "
+            "install one, or set CXX to its path"
+        ) from error
+    if done.returncode:
+        raise RuntimeError(f"{compiler} failed to build the CPU kernels:\n{done.stderr}")
+    return done.stdout

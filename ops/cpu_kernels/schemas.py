@@ -1,0 +1,63 @@
+"""What the compiler is told about the kernels: their schemas, with every mutation, and the shapes of their results."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_runtime.ops.cpu_kernels.build import ensure_built
+
+_library = torch.library.Library("hybrid_runtime", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor weight_OI, Tensor? bias_O) -> Tensor")
+_library.define(
+    "mamba2_step(Tensor x_BHP, Tensor dt_BH, Tensor a_H, Tensor b_BGN, Tensor c_BGN, Tensor(a!) state_pool, "
+    "Tensor slots_B) -> Tensor"
+)
+_library.define(
+    "delta_step(Tensor q_BGK, Tensor k_BGK, Tensor v_BHV, Tensor log_a_BHK, Tensor beta_BH, Tensor(a!) state_pool, "
+    "Tensor slots_B) -> Tensor"
+)
+_library.define(
+    "decode_attention(Tensor q_BHD, Tensor k_pool, Tensor v_pool, Tensor req_to_token, Tensor request_rows_B, "
+    "Tensor context_lens_B, float scale, int window) -> Tensor"
+)
+
+
+# A traced program holds the kernels themselves, so that tracing, too, is a first use.
+
+
+@torch.library.register_fake("hybrid_runtime::linear", lib=_library)
+def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    ensure_built()
+    return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
+
+
+@torch.library.register_fake("hybrid_runtime::mamba2_step", lib=_library)
+def _mamba2_step(
+    x_BHP: Tensor, dt_BH: Tensor, a_H: Tensor, b_BGN: Tensor, c_BGN: Tensor, state_pool: Tensor, slots_B: Tensor
+) -> Tensor:
+    ensure_built()
+    return x_BHP.new_empty(x_BHP.shape)
+
+
+@torch.library.register_fake("hybrid_runtime::delta_step", lib=_library)
+def _delta_step(
+    q_BGK: Tensor, k_BGK: Tensor, v_BHV: Tensor, log_a_BHK: Tensor, beta_BH: Tensor, state_pool: Tensor, slots_B: Tensor
+) -> Tensor:
+    ensure_built()
+    return v_BHV.new_empty(v_BHV.shape)
+
+
+@torch.library.register_fake("hybrid_runtime::decode_attention", lib=_library)
+def _decode_attention(
+    q_BHD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    req_to_token: Tensor,
+    request_rows_B: Tensor,
+    context_lens_B: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    ensure_built()
+    return q_BHD.new_empty(*q_BHD.shape[:2], v_pool.shape[2])

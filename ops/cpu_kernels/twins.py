@@ -1,0 +1,112 @@
+"""The twins as functions with the signatures of the PyTorch forms, and what goes to the PyTorch form instead.
+
+Shapes: as in the PyTorch forms' files.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybrid_runtime.ops import attention, gdn, kda, mamba2
+from hybrid_runtime.ops.cpu_kernels import schemas  # noqa: F401 (defines the operators)
+from hybrid_runtime.ops.cpu_kernels.build import ensure_built
+
+_STORED = (torch.bfloat16, torch.float32, torch.float64)
+_ops = torch.ops.hybrid_runtime
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, for bfloat16 and float32 with an own kernel up to 64 rows of x.
+
+    Weights are read as they are, `[O, I]` and contiguous: no packed copy. Sums are float32. More rows, other dtypes and
+    other strides go to aten.
+    """
+    if not weight_OI.is_floating_point() or weight_OI.dtype not in _STORED:
+        return functional.linear(x, weight_OI, bias_O)
+    _build_unless_traced()
+    return _ops.linear(x, weight_OI, bias_O)
+
+
+def mamba2_step(
+    x_BHP: Tensor, dt_BH: Tensor, a_H: Tensor, b_BGN: Tensor, c_BGN: Tensor, state_pool: Tensor, slots_B: Tensor
+) -> Tensor:
+    """As `ops.mamba2.mamba2_step`; each state is read once and written once."""
+    if not _arithmetic_is_the_pools(state_pool, x_BHP, dt_BH, a_H, b_BGN, c_BGN):
+        return mamba2.mamba2_step(x_BHP, dt_BH, a_H, b_BGN, c_BGN, state_pool, slots_B)
+    _build_unless_traced()
+    return _ops.mamba2_step(x_BHP, dt_BH, a_H, b_BGN, c_BGN, state_pool, slots_B)
+
+
+def gdn_step(
+    q_BGK: Tensor, k_BGK: Tensor, v_BHV: Tensor, log_a_BH: Tensor, beta_BH: Tensor, state_pool: Tensor, slots_B: Tensor
+) -> Tensor:
+    """As `ops.gdn.gdn_step`; each state is read once and written once."""
+    if not _arithmetic_is_the_pools(state_pool, q_BGK, k_BGK, v_BHV, log_a_BH, beta_BH):
+        return gdn.gdn_step(q_BGK, k_BGK, v_BHV, log_a_BH, beta_BH, state_pool, slots_B)
+    _build_unless_traced()
+    return _ops.delta_step(q_BGK, k_BGK, v_BHV, log_a_BH[..., None], beta_BH, state_pool, slots_B)
+
+
+def kda_step(
+    q_BGK: Tensor, k_BGK: Tensor, v_BHV: Tensor, log_a_BHK: Tensor, beta_BH: Tensor, state_pool: Tensor, slots_B: Tensor
+) -> Tensor:
+    """As `ops.kda.kda_step`; each state is read once and written once."""
+    if not _arithmetic_is_the_pools(state_pool, q_BGK, k_BGK, v_BHV, log_a_BHK, beta_BH):
+        return kda.kda_step(q_BGK, k_BGK, v_BHV, log_a_BHK, beta_BH, state_pool, slots_B)
+    _build_unless_traced()
+    return _ops.delta_step(q_BGK, k_BGK, v_BHV, log_a_BHK, beta_BH, state_pool, slots_B)
+
+
+def decode_attention(
+    q_BHD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    req_to_token: Tensor,
+    request_rows_B: Tensor,
+    context_lens_B: Tensor,
+    max_context_len: int,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """As `ops.attention.decode_attention`, over each row's own context: `max_context_len` is not used.
+
+    Copies no keys or values. The work is split by pieces of a context, so that one long row uses all threads.
+    """
+    if q_BHD.dtype not in _STORED or k_pool.dtype not in _STORED or k_pool.dtype != v_pool.dtype:
+        return attention.decode_attention(
+            q_BHD,
+            k_pool,
+            v_pool,
+            req_to_token,
+            request_rows_B,
+            context_lens_B,
+            max_context_len,
+            scale=scale,
+            window=window,
+        )
+    _build_unless_traced()
+    return _ops.decode_attention(
+        q_BHD,
+        k_pool,
+        v_pool,
+        req_to_token,
+        request_rows_B,
+        context_lens_B,
+        scale,
+        -1 if window is None else window,
+    )
+
+
+def _arithmetic_is_the_pools(state_pool: Tensor, *operands: Tensor) -> bool:
+    """Whether a kernel exists for these dtypes: the arithmetic of the state update follows from the pool's alone."""
+    dtypes = {operand.dtype for operand in operands}
+    wide_operand = torch.float64 in dtypes and state_pool.dtype != torch.float64
+    return dtypes <= set(_STORED) and state_pool.dtype in _STORED and not wide_operand
+
+
+def _build_unless_traced() -> None:
+    if not torch.compiler.is_compiling():
+        ensure_built()
