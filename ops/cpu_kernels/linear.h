@@ -60,21 +60,44 @@ inline typename Lanes<T>::Vector load_some_lanes(const T* from, int64_t count) {
   return lanes;
 }
 
-inline float sum_of(Floats sums) {
+inline void store_lanes(Floats x, float (&to)[16]) { std::memcpy(to, &x, sizeof(x)); }
+
+// As `store<BFloat>`, sixteen at a time.
+inline void store_lanes(Floats x, BFloat (&to)[16]) {
+  const Words bits = (Words)x, is_number = (Words)(x == x);
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  typedef uint16_t Halves __attribute__((vector_size(32)));
+  const Halves halves = __builtin_convertvector((rounded & is_number) | (0x7fc0 & ~is_number), Halves);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+
+// Lane n of the result is the sum over the lanes of sums[n], in the same order for every n.
+inline Floats sum_lanes(const Floats (&sums)[16]) {
 #ifdef __AVX512F__
-  return _mm512_reduce_add_ps((__m512)sums);
+  __m512 quarter[4];  // in each 128 bits: a part of the sums of four
+  for (int n = 0; n < 4; ++n) {
+    const __m512 *s = reinterpret_cast<const __m512*>(sums) + 4 * n;
+    const __m512d low = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(s[0], s[1]), _mm512_unpackhi_ps(s[0], s[1])));
+    const __m512d high = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(s[2], s[3]), _mm512_unpackhi_ps(s[2], s[3])));
+    quarter[n] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
+                               _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+  }
+  const auto add_halves = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  return (Floats)add_halves(add_halves(quarter[0], quarter[1]), add_halves(quarter[2], quarter[3]));
 #else
-  float total = 0;
-  for (int lane = 0; lane < 16; ++lane) total += sums[lane];
+  Floats total{};
+  for (int n = 0; n < 16; ++n) {
+    for (int lane = 0; lane < 16; ++lane) total[n] += sums[n][lane];
+  }
   return total;
 #endif
 }
 
-#ifdef __AVX512F__
-constexpr int kTileRows = 4, kTileOutputs = 6;  // 24 of 32 registers hold sums
-#else
-constexpr int kTileRows = 2, kTileOutputs = 2;
-#endif
+// A tile has at most 16 sums. Its rows share the loads of w, its outputs those of x.
+constexpr int kTileRows = 4;
+constexpr int64_t kBlockOutputs = 16;
 constexpr int64_t kMaxSkinnyRows = 64;
 
 struct LinearRows {
@@ -88,61 +111,83 @@ struct LinearRows {
 
 template <class T, int ROWS, int OUTPUTS, bool PREFETCH>
 inline void linear_tile(const LinearRows& p, int64_t row, int64_t output) {
+  static_assert(ROWS * OUTPUTS <= 16);
   constexpr int64_t step = Lanes<T>::count;
   const T* x = reinterpret_cast<const T*>(p.x) + row * p.x_stride;
   const T* w = reinterpret_cast<const T*>(p.w) + output * p.num_inputs;
-  Floats sums[ROWS][OUTPUTS] = {};
-  int64_t i = 0;
-  for (; i + step <= p.num_inputs; i += step) {
+  Floats sums[16] = {};
+  const auto add_products = [&](auto load) {
     typename Lanes<T>::Vector x_lanes[ROWS];
-    for (int r = 0; r < ROWS; ++r) x_lanes[r] = load_lanes(x + r * p.x_stride + i);
+    for (int r = 0; r < ROWS; ++r) x_lanes[r] = load(x + r * p.x_stride);
     for (int o = 0; o < OUTPUTS; ++o) {
-      // An address past the weights does no harm: a prefetch reads nothing.
-      if (PREFETCH) __builtin_prefetch(w + (OUTPUTS + o) * p.num_inputs + i);
-      const auto w_lanes = load_lanes(w + o * p.num_inputs + i);
-      for (int r = 0; r < ROWS; ++r) sums[r][o] = Lanes<T>::multiply_add(x_lanes[r], w_lanes, sums[r][o]);
-    }
-  }
-  if (const int64_t rest = p.num_inputs - i; rest > 0) {
-    for (int o = 0; o < OUTPUTS; ++o) {
-      const auto w_lanes = load_some_lanes(w + o * p.num_inputs + i, rest);
+      const auto w_lanes = load(w + o * p.num_inputs);
       for (int r = 0; r < ROWS; ++r) {
-        sums[r][o] = Lanes<T>::multiply_add(load_some_lanes(x + r * p.x_stride + i, rest), w_lanes, sums[r][o]);
+        sums[r * OUTPUTS + o] = Lanes<T>::multiply_add(x_lanes[r], w_lanes, sums[r * OUTPUTS + o]);
       }
     }
+  };
+  int64_t i = 0;
+  for (; i + step <= p.num_inputs; i += step) {
+    if (PREFETCH) {
+      // An address past the weights does no harm: a prefetch reads nothing.
+      for (int o = 0; o < OUTPUTS; ++o) __builtin_prefetch(w + (OUTPUTS + o) * p.num_inputs + i);
+    }
+    add_products([i](const T* from) { return load_lanes(from + i); });
   }
+  if (const int64_t rest = p.num_inputs - i; rest > 0) {
+    add_products([i, rest](const T* from) { return load_some_lanes(from + i, rest); });
+  }
+
+  Floats totals = sum_lanes(sums);
+  if (p.bias) {
+    const T* bias = reinterpret_cast<const T*>(p.bias) + output;
+    for (int n = 0; n < ROWS * OUTPUTS; ++n) totals[n] += load<float>(bias[n % OUTPUTS]);
+  }
+  T rounded[16];
+  store_lanes(totals, rounded);
   for (int r = 0; r < ROWS; ++r) {
     T* y = reinterpret_cast<T*>(p.y) + (row + r) * p.num_outputs + output;
-    for (int o = 0; o < OUTPUTS; ++o) {
-      const float bias = p.bias ? load<float>(reinterpret_cast<const T*>(p.bias)[output + o]) : 0.0f;
-      y[o] = store<T>(sum_of(sums[r][o]) + bias);
-    }
+    std::memcpy(y, rounded + r * OUTPUTS, OUTPUTS * sizeof(T));
   }
 }
 
-// All rows against `OUTPUTS` outputs from `output` on. The first tile fetches from memory, the others find it in cache.
-template <class T, int OUTPUTS>
-inline void linear_column(const LinearRows& p, int64_t num_rows, int64_t output) {
-  int64_t row = 0;
-  if (num_rows >= kTileRows) linear_tile<T, kTileRows, OUTPUTS, true>(p, 0, output), row = kTileRows;
-  for (; row + kTileRows <= num_rows; row += kTileRows) linear_tile<T, kTileRows, OUTPUTS, false>(p, row, output);
-  switch (num_rows - row) {
-    case 3:
-      return linear_tile<T, 3, OUTPUTS, true>(p, row, output);
-    case 2:
-      return linear_tile<T, 2, OUTPUTS, true>(p, row, output);
-    case 1:
-      return linear_tile<T, 1, OUTPUTS, true>(p, row, output);
-  }
+// ROWS rows against `outputs` outputs from `output` on.
+template <class T, int ROWS, bool PREFETCH>
+inline void linear_rows(const LinearRows& p, int64_t row, int64_t output, int64_t outputs) {
+  constexpr int width = ROWS == 1 ? 16 : ROWS == 2 ? 8 : 4;
+  const int64_t end = output + outputs;
+  for (; output + width <= end; output += width) linear_tile<T, ROWS, width, PREFETCH>(p, row, output);
+  for (; output < end; ++output) linear_tile<T, ROWS, 1, PREFETCH>(p, row, output);
 }
 
 template <class T>
 inline void skinny_linear(const LinearRows& p, int64_t num_rows) {
-  const int64_t bytes_per_output = p.num_inputs * sizeof(T) * std::max<int64_t>(1, num_rows / 4);
-  torch::stable::parallel_for(0, p.num_outputs, grain_for(bytes_per_output), [&](int64_t begin, int64_t end) {
-    int64_t output = begin;
-    for (; output + kTileOutputs <= end; output += kTileOutputs) linear_column<T, kTileOutputs>(p, num_rows, output);
-    for (; output < end; ++output) linear_column<T, 1>(p, num_rows, output);
+  const int64_t num_blocks = (p.num_outputs + kBlockOutputs - 1) / kBlockOutputs;
+  const int64_t bytes_per_block = kBlockOutputs * p.num_inputs * sizeof(T) * ((num_rows + 3) / 4);
+  torch::stable::parallel_for(0, num_blocks, grain_for(bytes_per_block), [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t output = block * kBlockOutputs, outputs = std::min(kBlockOutputs, p.num_outputs - output);
+      int64_t row = 0;
+      for (; row + kTileRows <= num_rows; row += kTileRows) {
+        // The first rows bring the weights from memory, the others find them in cache.
+        if (row == 0) {
+          linear_rows<T, kTileRows, true>(p, row, output, outputs);
+        } else {
+          linear_rows<T, kTileRows, false>(p, row, output, outputs);
+        }
+      }
+      switch (num_rows - row) {
+        case 3:
+          linear_rows<T, 3, true>(p, row, output, outputs);
+          break;
+        case 2:
+          linear_rows<T, 2, true>(p, row, output, outputs);
+          break;
+        case 1:
+          linear_rows<T, 1, true>(p, row, output, outputs);
+          break;
+      }
+    }
   });
 }
 
