@@ -9,11 +9,23 @@ their output is zero. What a caller gets wrong raises ValueError before anything
 """
 
 from hybrid_runtime.ops.cpu_kernels.build import CompilerNotFound, ensure_built
-from hybrid_runtime.ops.cpu_kernels.twins import decode_attention, gdn_step, kda_step, linear, mamba2_step
+from hybrid_runtime.ops.cpu_kernels.twins import (
+    causal_conv,
+    conv_step,
+    decode_attention,
+    decode_mla,
+    gdn_step,
+    kda_step,
+    linear,
+    mamba2_step,
+)
 
 __all__ = [
     "CompilerNotFound",
+    "causal_conv",
+    "conv_step",
     "decode_attention",
+    "decode_mla",
     "ensure_built",
     "gdn_step",
     "kda_step",

@@ -1,13 +1,15 @@
 // Attention of one new token per row over the pool slots that a table names, without a copy of the context.
 //
 // A unit of work is a piece of one row's context, with all heads. Each piece yields, per head, the largest score, the
-// sum of exponentials and the weighted sum of values; the pieces of a row are then put together. Pieces have a fixed
+// sum of exponentials and the weighted sum of values; the pieces of a row are then put together (Dao et al. 2023,
+// "Flash-Decoding"). Pieces have a fixed
 // length, so that the result doesn't depend on the number of threads.
 #pragma once
 
 #include <atomic>
 #include <limits>
 
+#include "lanes.h"
 #include "tensor_view.h"
 
 namespace hybrid_runtime {
@@ -34,63 +36,136 @@ struct DecodeOperands {
   double scale;
 };
 
-// One piece of one row. Returns a slot that the table names and the pool doesn't have, or kAny.
+// Scores of the queries of one head with the keys of a piece, before scaling.
 template <class S, class C>
+inline void score_keys(const C* q_D, const S* const* keys, int64_t length, int64_t key_dim, C* score_T) {
+  for (int64_t t = 0; t < length; ++t) {
+    C sum{0};
+#pragma omp simd reduction(+ : sum)
+    for (int64_t d = 0; d < key_dim; ++d) sum = multiply_add(q_D[d], load<C>(keys[t][d]), sum);
+    score_T[t] = sum;
+  }
+}
+
+// The same for queries of the keys' dtype. `keys` and `score_T` have room for a multiple of 16.
+template <class S>
+inline void score_keys_by_lanes(const S* q_D, const S* const* keys, int64_t length, int64_t key_dim, float* score_T) {
+  constexpr int64_t step = Lanes<S>::count;
+  for (int64_t first = 0; first < length; first += 16) {
+    Floats sums[16] = {};
+    int64_t d = 0;
+    for (; d + step <= key_dim; d += step) {
+      const auto q_lanes = load_lanes(q_D + d);
+      for (int t = 0; t < 16; ++t) sums[t] = Lanes<S>::multiply_add(q_lanes, load_lanes(keys[first + t] + d), sums[t]);
+    }
+    if (const int64_t rest = key_dim - d; rest > 0) {
+      const auto q_lanes = load_some_lanes(q_D + d, rest);
+      for (int t = 0; t < 16; ++t) {
+        sums[t] = Lanes<S>::multiply_add(q_lanes, load_some_lanes(keys[first + t] + d, rest), sums[t]);
+      }
+    }
+    const Floats scores = sum_lanes(sums);
+    std::memcpy(score_T + first, &scores, sizeof(scores));
+  }
+}
+
+// Adds to the sums [V] of HEADS heads, `sum_stride` apart, the values weighted by the heads' weights [T].
+template <int HEADS, class S, class C>
+inline void weigh_values(const C* weight_HT, const S* const* values, int64_t length, int64_t value_dim, C* sum_HV,
+                         int64_t sum_stride) {
+  int64_t d = 0;
+  if constexpr (std::is_same_v<C, float> && !std::is_same_v<S, double>) {
+    for (; d + 16 <= value_dim; d += 16) {
+      Floats sums[HEADS] = {};
+      for (int64_t t = 0; t < length; ++t) {
+        const Floats value = load_floats(values[t] + d);
+        for (int h = 0; h < HEADS; ++h) {
+          const Floats weight = Floats{} + weight_HT[h * kPieceLength + t];
+          sums[h] = Lanes<float>::multiply_add(weight, value, sums[h]);
+        }
+      }
+      for (int h = 0; h < HEADS; ++h) std::memcpy(sum_HV + h * sum_stride + d, &sums[h], sizeof(Floats));
+    }
+  }
+  for (; d < value_dim; ++d) {
+    for (int h = 0; h < HEADS; ++h) {
+      C sum{0};
+      for (int64_t t = 0; t < length; ++t) {
+        sum = multiply_add(weight_HT[h * kPieceLength + t], load<C>(values[t][d]), sum);
+      }
+      sum_HV[h * sum_stride + d] = sum;
+    }
+  }
+}
+
+// Turns scores into exponentials of their distance from the largest; notes both it and their sum in `result`.
+template <class C>
+inline void exponentiate(C* score_T, int64_t length, C scale, C* result) {
+  C largest = -std::numeric_limits<C>::infinity(), sum{0};
+#pragma omp simd reduction(max : largest)
+  for (int64_t t = 0; t < length; ++t) {
+    score_T[t] *= scale;
+    largest = score_T[t] > largest ? score_T[t] : largest;
+  }
+#pragma omp simd reduction(+ : sum)
+  for (int64_t t = 0; t < length; ++t) {
+    score_T[t] = exp_nonpositive(score_T[t] - largest);
+    sum += score_T[t];
+  }
+  result[0] = largest;
+  result[1] = sum;
+}
+
+// One piece of one row, with queries of dtype Q. Returns a slot that the table names and the pool doesn't have, or
+// kAny.
+template <class Q, class S, class C>
 inline int64_t attend_piece(const DecodeOperands& p, int64_t table_row, const Piece& piece, PieceResults<C>& results,
                             int64_t index, C* scratch) {
+  constexpr bool by_lanes = std::is_same_v<Q, S> && std::is_same_v<C, float>;
   const int64_t num_heads = p.q_BHD.sizes[1], key_dim = p.q_BHD.sizes[2], value_dim = p.v_UGV.sizes[2];
   const int64_t num_groups = p.k_UGD.sizes[1], heads_per_group = num_heads / num_groups;
-  const int64_t length = piece.end - piece.begin;
-  C *q_HD = scratch, *score_HT = q_HD + num_heads * key_dim, *one_token = score_HT + num_heads * kPieceLength;
+  const int64_t length = piece.end - piece.begin, result_stride = value_dim + 2;
+  C *score_HT = scratch, *q_D = score_HT + heads_per_group * kPieceLength;
   int64_t slot_T[kPieceLength];
   for (int64_t t = 0; t < length; ++t) {
     slot_T[t] = p.table_RT.at<int32_t>(table_row)[(piece.begin + t) * p.table_RT.strides[1]];
     if (slot_T[t] < 0 || slot_T[t] >= p.k_UGD.sizes[0]) return slot_T[t];
   }
-  for (int64_t head = 0; head < num_heads; ++head) {
-    read_last_axis(p.q_BHD, 3, piece.row, head, q_HD + head * key_dim);
-    for (int64_t d = 0; d < key_dim; ++d) q_HD[head * key_dim + d] *= static_cast<C>(p.scale);
-  }
-  for (int64_t t = 0; t < length; ++t) {
-    for (int64_t group = 0; group < num_groups; ++group) {
-      const S* key = p.k_UGD.at<S>(slot_T[t], group);
-#pragma omp simd
-      for (int64_t d = 0; d < key_dim; ++d) one_token[d] = load<C>(key[d]);
-      for (int64_t head = group * heads_per_group; head < (group + 1) * heads_per_group; ++head) {
-        const C* q_D = q_HD + head * key_dim;
-        C sum{0};
-#pragma omp simd reduction(+ : sum)
-        for (int64_t d = 0; d < key_dim; ++d) sum = multiply_add(q_D[d], one_token[d], sum);
-        score_HT[head * kPieceLength + t] = sum;
-      }
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const S *keys[kPieceLength], *values[kPieceLength];
+    for (int64_t t = 0; t < kPieceLength; ++t) {
+      const int64_t slot = slot_T[t < length ? t : 0];  // the last 16 keys are filled up with any
+      keys[t] = p.k_UGD.at<S>(slot, group);
+      values[t] = p.v_UGV.at<S>(slot, group);
     }
-  }
-  for (int64_t head = 0; head < num_heads; ++head) {
-    C* score_T = score_HT + head * kPieceLength;
-    C largest = -std::numeric_limits<C>::infinity(), sum{0};
-#pragma omp simd reduction(max : largest)
-    for (int64_t t = 0; t < length; ++t) largest = score_T[t] > largest ? score_T[t] : largest;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t t = 0; t < length; ++t) {
-      score_T[t] = exp_nonpositive(score_T[t] - largest);
-      sum += score_T[t];
-    }
-    C* result = results.of(index, head);
-    result[0] = largest;
-    result[1] = sum;
-    std::fill_n(result + 2, value_dim, C{0});
-  }
-  for (int64_t t = 0; t < length; ++t) {
-    for (int64_t group = 0; group < num_groups; ++group) {
-      const S* value = p.v_UGV.at<S>(slot_T[t], group);
-#pragma omp simd
-      for (int64_t d = 0; d < value_dim; ++d) one_token[d] = load<C>(value[d]);
-      for (int64_t head = group * heads_per_group; head < (group + 1) * heads_per_group; ++head) {
-        const C weight = score_HT[head * kPieceLength + t];
-        C* sum_V = results.of(index, head) + 2;
-#pragma omp simd
-        for (int64_t d = 0; d < value_dim; ++d) sum_V[d] = multiply_add(weight, one_token[d], sum_V[d]);
+    C* result = results.of(index, group * heads_per_group);
+    for (int64_t h = 0; h < heads_per_group; ++h) {
+      const int64_t head = group * heads_per_group + h;
+      C* score_T = score_HT + h * kPieceLength;
+      if constexpr (by_lanes) {
+        score_keys_by_lanes(p.q_BHD.at<Q>(piece.row, head), keys, length, key_dim, score_T);
+      } else {
+        read_last_axis(p.q_BHD, 3, piece.row, head, q_D);
+        score_keys(q_D, keys, length, key_dim, score_T);
       }
+      exponentiate(score_T, length, static_cast<C>(p.scale), result + h * result_stride);
+    }
+    int64_t h = 0;
+    for (; h + 4 <= heads_per_group; h += 4) {
+      weigh_values<4>(score_HT + h * kPieceLength, values, length, value_dim, result + h * result_stride + 2, result_stride);
+    }
+    const C* weight_HT = score_HT + h * kPieceLength;
+    C* sum_HV = result + h * result_stride + 2;
+    switch (heads_per_group - h) {
+      case 3:
+        weigh_values<3>(weight_HT, values, length, value_dim, sum_HV, result_stride);
+        break;
+      case 2:
+        weigh_values<2>(weight_HT, values, length, value_dim, sum_HV, result_stride);
+        break;
+      case 1:
+        weigh_values<1>(weight_HT, values, length, value_dim, sum_HV, result_stride);
+        break;
     }
   }
   return kAny;
@@ -113,38 +188,36 @@ inline void join_pieces(PieceResults<C>& results, int64_t first, int64_t last, i
   for (int64_t d = 0; d < results.value_dim; ++d) out_V[d] = store<Q>(total[d + 2] / sum);
 }
 
-template <class S, class C>
+template <class Q, class S, class C>
 inline void decode_rows(const DecodeOperands& p, const std::vector<int64_t>& table_rows,
                         const std::vector<Piece>& pieces, const std::vector<int64_t>& first_piece) {
-  const int64_t num_rows = p.q_BHD.sizes[0], num_heads = p.q_BHD.sizes[1];
+  const int64_t num_rows = p.q_BHD.sizes[0], num_heads = p.q_BHD.sizes[1], num_groups = p.k_UGD.sizes[1];
   const int64_t key_dim = p.q_BHD.sizes[2], value_dim = p.v_UGV.sizes[2];
-  const int64_t bytes = kPieceLength * p.k_UGD.sizes[1] * (key_dim + value_dim) * sizeof(S);
+  const int64_t bytes = kPieceLength * num_groups * (key_dim + value_dim) * sizeof(S);
   PieceResults<C> results(pieces.size(), num_heads, value_dim);
   std::atomic<int64_t> wrong_slot{kAny};
   torch::stable::parallel_for(0, pieces.size(), grain_for(bytes), [&](int64_t begin, int64_t end) {
-    std::vector<C> scratch(num_heads * (key_dim + kPieceLength) + std::max(key_dim, value_dim));
+    std::vector<C> scratch(num_heads / num_groups * kPieceLength + key_dim);
     for (int64_t index = begin; index < end; ++index) {
       const Piece& piece = pieces[index];
-      const int64_t slot = attend_piece<S, C>(p, table_rows[piece.row], piece, results, index, scratch.data());
+      const int64_t slot = attend_piece<Q, S, C>(p, table_rows[piece.row], piece, results, index, scratch.data());
       if (slot != kAny) wrong_slot = slot;
     }
   });
   require(wrong_slot == kAny, "req_to_token names slot ", wrong_slot.load(), ", which the pool doesn't have");
-  with_float_type(p.out_BHV.dtype, p.out_BHV.name, [&](auto zero) {
-    using Q = decltype(zero);
-    for (int64_t row = 0; row < num_rows; ++row) {
-      for (int64_t head = 0; head < num_heads; ++head) {
-        join_pieces<C, Q>(results, first_piece[row], first_piece[row + 1], head, p.out_BHV.at<Q>(row, head));
-      }
+  for (int64_t row = 0; row < num_rows; ++row) {
+    for (int64_t head = 0; head < num_heads; ++head) {
+      join_pieces<C, Q>(results, first_piece[row], first_piece[row + 1], head, p.out_BHV.at<Q>(row, head));
     }
-  });
+  }
 }
 
 // q [B, H, D], k_pool [U, G, D], v_pool [U, G, V], req_to_token [R, T] int32, request_rows and context_lens [B] int64;
 // window: tokens that are visible, or kAny for all. Returns [B, H, V] in the dtype of q.
 inline Tensor decode_attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const Tensor& req_to_token,
                                const Tensor& request_rows, const Tensor& context_lens, double scale, int64_t window) {
-  const View q_BHD = view_of(q, "q_BHD", {kAny, kAny, kAny});
+  const Tensor rows = torch::stable::contiguous(q);
+  const View q_BHD = view_of(rows, "q_BHD", {kAny, kAny, kAny});
   const int64_t num_rows = q_BHD.sizes[0], num_heads = q_BHD.sizes[1];
   const View k_UGD = view_of(k_pool, "k_pool", {kAny, kAny, q_BHD.sizes[2]});
   const View v_UGV = view_of(v_pool, "v_pool", {k_UGD.sizes[0], k_UGD.sizes[1], kAny});
@@ -179,13 +252,11 @@ inline Tensor decode_attention(const Tensor& q, const Tensor& k_pool, const Tens
   Tensor out = torch::stable::new_empty(q, {num_rows, num_heads, v_UGV.sizes[2]});
   const View out_BHV = view_of(out, "out_BHV", {num_rows, num_heads, v_UGV.sizes[2]});
   const DecodeOperands operands{q_BHD, k_UGD, v_UGV, table_RT, out_BHV, scale};
-  with_float_type(k_UGD.dtype, k_UGD.name, [&](auto zero) {
-    using S = decltype(zero);
-    if (q_BHD.dtype == ScalarType::Double) {
-      decode_rows<S, double>(operands, table_rows, pieces, first_piece);
-    } else {
-      decode_rows<S, float>(operands, table_rows, pieces, first_piece);
-    }
+  with_float_type(q_BHD.dtype, q_BHD.name, [&](auto q_zero) {
+    with_float_type(k_UGD.dtype, k_UGD.name, [&](auto pool_zero) {
+      using Q = decltype(q_zero);
+      decode_rows<Q, decltype(pool_zero), arithmetic_t<Q>>(operands, table_rows, pieces, first_piece);
+    });
   });
   return out;
 }

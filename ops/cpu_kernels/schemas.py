@@ -18,6 +18,13 @@ _library.define(
     "Tensor slots_B) -> Tensor"
 )
 _library.define(
+    "conv_step(Tensor x_BD, Tensor weight_DW, Tensor? bias_D, Tensor(a!) window_pool, Tensor slots_B) -> Tensor"
+)
+_library.define(
+    "causal_conv(Tensor x_LD, Tensor weight_DW, Tensor? bias_D, Tensor windows_SWD, Tensor token_sequence_L, "
+    "Tensor token_offset_L, Tensor state_sequence_R, Tensor state_length_R, Tensor state_end_R) -> (Tensor, Tensor)"
+)
+_library.define(
     "decode_attention(Tensor q_BHD, Tensor k_pool, Tensor v_pool, Tensor req_to_token, Tensor request_rows_B, "
     "Tensor context_lens_B, float scale, int window) -> Tensor"
 )
@@ -46,6 +53,28 @@ def _delta_step(
 ) -> Tensor:
     ensure_built()
     return v_BHV.new_empty(v_BHV.shape)
+
+
+@torch.library.register_fake("hybrid_runtime::conv_step", lib=_library)
+def _conv_step(x_BD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, window_pool: Tensor, slots_B: Tensor) -> Tensor:
+    ensure_built()
+    return x_BD.new_empty(x_BD.shape)
+
+
+@torch.library.register_fake("hybrid_runtime::causal_conv", lib=_library)
+def _causal_conv(
+    x_LD: Tensor,
+    weight_DW: Tensor,
+    bias_D: Tensor | None,
+    windows_SWD: Tensor,
+    token_sequence_L: Tensor,
+    token_offset_L: Tensor,
+    state_sequence_R: Tensor,
+    state_length_R: Tensor,
+    state_end_R: Tensor,
+) -> tuple[Tensor, Tensor]:
+    ensure_built()
+    return x_LD.new_empty(x_LD.shape), x_LD.new_empty(state_sequence_R.shape[0], *windows_SWD.shape[1:])
 
 
 @torch.library.register_fake("hybrid_runtime::decode_attention", lib=_library)

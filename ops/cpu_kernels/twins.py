@@ -6,12 +6,14 @@ Shapes: as in the PyTorch forms' files.
 from __future__ import annotations
 
 import torch
+from einops import einsum
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_runtime.ops import attention, gdn, kda, mamba2
+from hybrid_runtime.ops import attention, conv, gdn, kda, mamba2
 from hybrid_runtime.ops.cpu_kernels import schemas  # noqa: F401 (defines the operators)
 from hybrid_runtime.ops.cpu_kernels.build import ensure_built
+from hybrid_runtime.ops.ragged import RaggedLayout
 
 _STORED = (torch.bfloat16, torch.float32, torch.float64)
 _ops = torch.ops.hybrid_runtime
@@ -59,6 +61,36 @@ def kda_step(
     return _ops.delta_step(q_BGK, k_BGK, v_BHV, log_a_BHK, beta_BH, state_pool, slots_B)
 
 
+def conv_step(x_BD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, window_pool: Tensor, slots_B: Tensor) -> Tensor:
+    """As `ops.conv.conv_step`, to the same bits; slot 0 is left as it is."""
+    if not _one_wide_or_narrow(x_BD, window_pool, weight_DW, bias_D):
+        return conv.conv_step(x_BD, weight_DW, bias_D, window_pool, slots_B)
+    _build_unless_traced()
+    return _ops.conv_step(x_BD, weight_DW, bias_D, window_pool, slots_B)
+
+
+def causal_conv(
+    x_LD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, windows_SWD: Tensor, layout: RaggedLayout
+) -> tuple[Tensor, Tensor]:
+    """As `ops.conv.causal_conv`, to the same bits."""
+    windows_SWD = windows_SWD.to(x_LD.dtype)
+    if not _one_wide_or_narrow(x_LD, windows_SWD, weight_DW, bias_D):
+        return conv.causal_conv(x_LD, weight_DW, bias_D, windows_SWD, layout)
+    _build_unless_traced()
+    first_R = layout.chunk_tokens_CQ[layout.state_chunk_R, 0]
+    return _ops.causal_conv(
+        x_LD,
+        weight_DW,
+        bias_D,
+        windows_SWD,
+        layout.token_sequence_L,
+        layout.token_offset_L,
+        layout.state_sequence_R,
+        layout.state_length_R,
+        first_R + layout.chunk_mask_CQ[layout.state_chunk_R].sum(dim=1),
+    )
+
+
 def decode_attention(
     q_BHD: Tensor,
     k_pool: Tensor,
@@ -100,11 +132,47 @@ def decode_attention(
     )
 
 
+def decode_mla(
+    q_nope_BHD: Tensor,
+    q_rope_BHE: Tensor,
+    latent_pool: Tensor,
+    w_k_HDR: Tensor,
+    w_v_HVR: Tensor,
+    req_to_token: Tensor,
+    request_rows_B: Tensor,
+    context_lens_B: Tensor,
+    max_context_len: int,
+    *,
+    scale: float,
+) -> Tensor:
+    """As `ops.attention.decode_mla`: the latent is the one key, and its first part the one value, of all heads."""
+    latent_dim = w_k_HDR.shape[-1]
+    q_latent_BHR = einsum(q_nope_BHD, w_k_HDR, "b h d, h d r -> b h r")
+    o_BHR = decode_attention(
+        torch.cat([q_latent_BHR, q_rope_BHE], dim=-1),
+        latent_pool[:, None],
+        latent_pool[:, None, :latent_dim],
+        req_to_token,
+        request_rows_B,
+        context_lens_B,
+        max_context_len,
+        scale=scale,
+    )
+    return einsum(o_BHR, w_v_HVR, "b h r, h v r -> b h v")
+
+
 def _arithmetic_is_the_pools(state_pool: Tensor, *operands: Tensor) -> bool:
     """Whether a kernel exists for these dtypes: the arithmetic of the state update follows from the pool's alone."""
     dtypes = {operand.dtype for operand in operands}
     wide_operand = torch.float64 in dtypes and state_pool.dtype != torch.float64
     return dtypes <= set(_STORED) and state_pool.dtype in _STORED and not wide_operand
+
+
+def _one_wide_or_narrow(x: Tensor, windows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a kernel exists for these dtypes: windows like x, and all of them float64 or none."""
+    dtypes = {weight.dtype, x.dtype} if bias is None else {weight.dtype, x.dtype, bias.dtype}
+    one_width = dtypes == {torch.float64} or dtypes <= {torch.bfloat16, torch.float32}
+    return one_width and windows.dtype == x.dtype
 
 
 def _build_unless_traced() -> None:
