@@ -7,7 +7,7 @@ LONG_RESULTS ?= profiles/results/test_long.json
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format test-long faults train-tiny clean
+.PHONY: demo test lint format test-long faults lowering lowering-check lowering-record train-tiny clean
 
 demo: $(INSTALLED)  ## generate on the bundled model, cold and warm
 	$(BIN)/python -m hybrid_runtime.demo
@@ -30,6 +30,15 @@ test-long: $(INSTALLED)  ## the property tests with thousands of examples, about
 
 faults: $(INSTALLED)  ## plant each known kind of fault in a copy, and see that the tests notice: minutes
 	$(BIN)/python -m tests.faults
+
+lowering: $(INSTALLED)  ## what the steps of each architecture become on a GPU, seen without one: a table, and JSON
+	$(BIN)/python -m hybrid_runtime.lowering_report --json profiles/results/lowering.json
+
+lowering-check: $(INSTALLED)  ## the same, and fail on pool copies, spills, unsafe captures, or more launches than recorded
+	$(BIN)/python -m hybrid_runtime.lowering_report --check
+
+lowering-record: $(INSTALLED)  ## record the launches as the new limit
+	$(BIN)/python -m hybrid_runtime.lowering_report --record
 
 train-tiny: $(INSTALLED)  ## train the bundled checkpoint from scratch: over an hour
 	$(BIN)/python -m hybrid_runtime.training train --out build/tiny --minutes 74

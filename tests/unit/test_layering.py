@@ -58,14 +58,15 @@ LAYERS = {
     "inspection": layer("inspection", layers="data slots control", packages="numpy rich"),
     "compute": layer("ops", packages="torch einops triton"),
     "capture": layer("graphs", layers="compute", packages="torch"),
+    "lowering": layer("graphs.lowering", layers="capture", packages="torch triton numpy"),
     "models": layer(
         "models sampling memory.available memory.plan memory.pools memory.host_file memory.host_plan memory.host_store",
         layers="data slots compute capture",
         packages="torch einops numpy transformers safetensors",
     ),
     "glue": layer(
-        "runtime engine cli __main__ demo training walkthrough",
-        layers="data slots control inspection compute capture models",
+        "runtime engine cli __main__ demo training walkthrough lowering_report",
+        layers="data slots control inspection compute capture lowering models",
         packages=ANYTHING,
     ),
 }

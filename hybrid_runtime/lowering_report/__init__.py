@@ -1,0 +1,1 @@
+"""The lowering report of the supported architectures: `python -m hybrid_runtime.lowering_report`."""

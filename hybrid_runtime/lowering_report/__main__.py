@@ -1,0 +1,56 @@
+"""`python -m hybrid_runtime.lowering_report`: the table, a JSON file, the check, the record."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+RECORD = Path(__file__).with_name("launches.toml")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the report and returns the exit status: 1 if `--check` found something."""
+    options = _parser().parse_args(arguments)
+    os.environ.setdefault("TORCH_WARM_POOL", "0")  # read by torch at import: no worker processes for a few kernels
+    from hybrid_runtime.graphs.lowering import check
+    from hybrid_runtime.graphs.lowering.report import as_json, table
+    from hybrid_runtime.lowering_report.run import examine_models
+
+    reports = examine_models(options.models, options.steps)
+    print(table(reports))
+    recorded = check.read_record(options.record_file) if options.record_file.exists() else {}
+    if options.json is not None:
+        options.json.write_text(json.dumps({"versions": _versions(), "steps": as_json(reports)}, indent=1) + "\n")
+    if options.record:
+        check.write_record(options.record_file, reports, recorded)
+    failures = check.failures(reports, recorded) if options.check else []
+    if failures:
+        print(f"\n{len(failures)} failures:", *failures, sep="\n", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hybrid_runtime.lowering_report", description=__doc__)
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="architectures (default: all)")
+    parser.add_argument("--steps", nargs="+", metavar="TEXT", help="only steps whose name has one of these in it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the reports to FILE")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 on a finding, or on more launches than recorded"
+    )
+    parser.add_argument("--record", action="store_true", help="record the launches as the new limit")
+    parser.add_argument("--record-file", type=Path, default=RECORD, metavar="FILE", help="default: %(default)s")
+    return parser
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: version(name) for name in ("torch", "triton")}}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
