@@ -30,14 +30,14 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class PrefillInputs:
-    """One ragged prefill: S sequences, each continuing `context_lens - layout.lengths` tokens that are in the pools."""
+    """One ragged prefill: S sequences, each continuing `context_lens_S - layout.lengths_S` tokens that are in the pools."""
 
     layout: RaggedLayout
     token_ids_L: Tensor  # int64
     positions_L: Tensor  # int64, absolute position of each token; padding tokens: 0
     kv_slots_L: Tensor  # int64, KV slot that each token's K and V are written to; padding tokens: 0
     request_rows_S: Tensor  # int64, rows of req_to_token; they already name the new tokens' slots
-    context_lens: tuple[int, ...]  # [S] tokens in the pools after this step, the new ones included
+    context_lens_S: Tensor  # int64, on the host: tokens in the pools after this step, the new ones included
     working_slots_S: Tensor  # int64, state slots the sequences start from
     state_slots_R: Tensor  # int64, state slots that the layout's requested states are written to
     logits_tokens_M: Tensor  # int64, flat indices of the tokens whose logits are returned

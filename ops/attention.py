@@ -51,19 +51,20 @@ def prefill_attention(
     v_pool: Tensor,
     req_to_token: Tensor,
     request_rows_S: Tensor,
-    context_lens: tuple[int, ...],
+    context_lens_S: Tensor,
     layout: RaggedLayout,
     *,
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of a ragged prefill: the queries of sequence s are the last `layout.lengths[s]` of its context.
+    """Attention of a ragged prefill: the queries of sequence s are the last `layout.lengths[s]` of its context
+    of `context_lens_S[s]` tokens (int64, on the host).
 
     `k_pool` `[slots + 1, G, D]` and `v_pool` `[slots + 1, G, V]` already hold the new tokens. Returns `[L, H, V]`, zero
     for padding tokens. Copies one sequence's keys and values at a time; O(L T) work.
     """
     o_LHV = q_LHD.new_zeros(layout.num_tokens, q_LHD.shape[1], v_pool.shape[-1])
-    for own, slots_T in _sequences(req_to_token, request_rows_S, context_lens, layout, window):
+    for own, slots_T in _sequences(req_to_token, request_rows_S, context_lens_S, layout, window):
         k_TGD, v_TGV = k_pool[slots_T].to(q_LHD.dtype), v_pool[slots_T].to(q_LHD.dtype)
         o_LHV[own] = _attend_sequence(q_LHD[own], k_TGD, v_TGV, scale=scale, window=window)
     return o_LHV
@@ -104,7 +105,7 @@ def prefill_mla(
     w_v_HVR: Tensor,
     req_to_token: Tensor,
     request_rows_S: Tensor,
-    context_lens: tuple[int, ...],
+    context_lens_S: Tensor,
     layout: RaggedLayout,
     *,
     scale: float,
@@ -118,7 +119,7 @@ def prefill_mla(
     latent_dim = w_k_HDR.shape[-1]
     q_LHD = torch.cat([q_nope_LHD, q_rope_LHE], dim=-1)
     o_LHV = q_LHD.new_zeros(layout.num_tokens, q_LHD.shape[1], w_v_HVR.shape[1])
-    for own, slots_T in _sequences(req_to_token, request_rows_S, context_lens, layout, None):
+    for own, slots_T in _sequences(req_to_token, request_rows_S, context_lens_S, layout, None):
         latent_TR, rope_TE = latent_pool[slots_T].to(q_LHD.dtype).tensor_split([latent_dim], dim=-1)
         k_nope_THD = einsum(latent_TR, w_k_HDR, "t r, h d r -> t h d")
         k_THD = torch.cat([k_nope_THD, rope_TE[:, None].expand(-1, q_LHD.shape[1], -1)], dim=-1)
@@ -160,12 +161,13 @@ def decode_mla(
 def _sequences(
     req_to_token: Tensor,
     request_rows_S: Tensor,
-    context_lens: tuple[int, ...],
+    context_lens_S: Tensor,
     layout: RaggedLayout,
     window: int | None,
 ) -> Iterator[tuple[slice, Tensor]]:
     """For each sequence: where its tokens lie on the flat axis, and the KV slots that any of its queries sees."""
-    for sequence, (start, length, end) in enumerate(zip(layout.starts, layout.lengths, context_lens, strict=True)):
+    bounds = zip(layout.starts, layout.lengths, context_lens_S.tolist(), strict=True)
+    for sequence, (start, length, end) in enumerate(bounds):
         begin = 0 if window is None else max(0, end - length - window + 1)
         row_1 = request_rows_S[sequence : sequence + 1]
         yield slice(start, start + length), req_to_token[:, begin:end].index_select(0, row_1)[0]

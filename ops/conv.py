@@ -44,7 +44,7 @@ def causal_conv(
     """
     num_taps = weight_DW.shape[1]
     inputs_ID = torch.cat([x_LD, rearrange(windows_SWD, "s w d -> (s w) d").to(x_LD.dtype)])
-    is_token_L = layout.token_sequence_L < len(layout.lengths)
+    is_token_L = layout.token_sequence_L < layout.num_sequences
     token_L = torch.arange(layout.num_tokens, device=x_LD.device)
     taps_LW = _input_indices(token_L, layout.token_offset_L, layout.token_sequence_L, num_taps, layout)
     # a padding token has no sequence, hence no window to point at

@@ -6,9 +6,11 @@ measurement shows that what Inductor makes of it falls short, there is a hand-wr
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,6 +19,7 @@ from hybrid_runtime.ops.conv import causal_conv, conv_step
 from hybrid_runtime.ops.gdn import gdn_chunked, gdn_step
 from hybrid_runtime.ops.kda import kda_chunked, kda_step
 from hybrid_runtime.ops.mamba2 import mamba2_chunked, mamba2_step
+from hybrid_runtime.ops.moe import moe_feed_forward
 
 TensorOp = Callable[..., Tensor]
 PairOp = Callable[..., tuple[Tensor, Tensor]]
@@ -39,6 +42,7 @@ class Kernels:
     decode_attention: TensorOp
     prefill_mla: TensorOp
     decode_mla: TensorOp
+    moe_feed_forward: TensorOp
 
 
 REFERENCE = Kernels(
@@ -55,4 +59,50 @@ REFERENCE = Kernels(
     decode_attention=decode_attention,
     prefill_mla=prefill_mla,
     decode_mla=decode_mla,
+    moe_feed_forward=moe_feed_forward,
 )
+
+
+def compiled_kernels(device: torch.device) -> Kernels:
+    """The forms that compiled steps run on a device; what is measured about each is in `profiles/README.md`.
+
+    Prefill runs forms that one compilation serves for every batch. Decode runs twins in C++ on a CPU, where Inductor's
+    loops would make copies of states, and in Triton on CUDA. Raises CompilerNotFound on a CPU without a C++ compiler.
+    """
+    from hybrid_runtime.ops import opaque  # here: eager steps need none of these
+
+    for_any_batch = dataclasses.replace(
+        REFERENCE,
+        mamba2_chunked=opaque.mamba2_chunked,
+        gdn_chunked=opaque.gdn_chunked,
+        kda_chunked=opaque.kda_chunked,
+        prefill_attention=opaque.prefill_attention,
+        prefill_mla=opaque.prefill_mla,
+        moe_feed_forward=opaque.moe_feed_forward,
+    )
+    if device.type == "cpu":
+        from hybrid_runtime.ops import cpu_kernels
+
+        cpu_kernels.ensure_built()
+        return dataclasses.replace(
+            for_any_batch,
+            linear=cpu_kernels.linear,
+            causal_conv=cpu_kernels.causal_conv,
+            conv_step=cpu_kernels.conv_step,
+            mamba2_step=cpu_kernels.mamba2_step,
+            gdn_step=cpu_kernels.gdn_step,
+            kda_step=cpu_kernels.kda_step,
+            decode_attention=cpu_kernels.decode_attention,
+            decode_mla=cpu_kernels.decode_mla,
+        )
+    from hybrid_runtime.ops import triton_kernels
+
+    return dataclasses.replace(
+        for_any_batch,
+        conv_step=triton_kernels.conv_step,
+        mamba2_step=triton_kernels.mamba2_step,
+        gdn_step=triton_kernels.gdn_step,
+        kda_step=triton_kernels.kda_step,
+        decode_attention=triton_kernels.decode_attention,
+        decode_mla=triton_kernels.decode_mla,
+    )

@@ -22,13 +22,12 @@ class RaggedLayout:
     A chunk ends at every requested state position, so that the state at a position is the state at the end of a
     chunk and one pass yields all of them. Tokens behind the last sequence are padding: they belong to no chunk.
 
-    Host fields are tuples; the others are int64 tensors (masks: bool) on one device.
+    All fields are int64 tensors (masks: bool), the first two on the host, the others on one device: no size or length
+    is a Python number that a compiler would take for a constant.
     """
 
-    lengths: tuple[int, ...]  # [S] tokens of each sequence
-    starts: tuple[int, ...]  # [S] index of each sequence's first token on the flat axis
-    num_tokens: int  # L, padding included
-    chunk_size: int  # Q
+    lengths_S: Tensor  # tokens of each sequence; host
+    starts_S: Tensor  # index of each sequence's first token on the flat axis; host
     token_sequence_L: Tensor  # sequence of each token; padding tokens: S
     token_offset_L: Tensor  # position of each token inside its sequence; padding tokens: 0
     chunk_tokens_CQ: Tensor  # flat index of each token of each chunk; padding: L
@@ -118,10 +117,8 @@ class RaggedLayout:
                 tensor(starts), lengths_S
             )
         return cls(
-            lengths=tuple(lengths),
-            starts=tuple(starts),
-            num_tokens=num_tokens,
-            chunk_size=chunk_size,
+            lengths_S=torch.tensor(lengths, dtype=torch.int64),
+            starts_S=torch.tensor(starts, dtype=torch.int64),
             token_sequence_L=token_sequence_L,
             token_offset_L=token_offset_L,
             chunk_tokens_CQ=chunk_tokens_CQ,
@@ -134,6 +131,31 @@ class RaggedLayout:
             state_length_R=tensor(state_length),
             state_chunk_R=tensor(state_chunk),
         )
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """[S] tokens of each sequence."""
+        return tuple(self.lengths_S.tolist())
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """[S] index of each sequence's first token on the flat axis."""
+        return tuple(self.starts_S.tolist())
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return self.lengths_S.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """L, padding included."""
+        return self.token_sequence_L.shape[0]
+
+    @property
+    def chunk_size(self) -> int:
+        """Q."""
+        return self.chunk_tokens_CQ.shape[1]
 
     def to_chunks(self, x_L: Tensor) -> Tensor:
         """`[L, ...]` to `[C, Q, ...]`; places without a token are zero."""

@@ -43,7 +43,7 @@ class PrefillBatch:
     positions_L: Indices
     kv_slots_L: Indices
     request_rows_S: Indices
-    context_lens: tuple[int, ...]  # [S]
+    context_lens_S: Indices
     working_slots_S: Indices
     state_slots_R: Indices
     logits_tokens_M: Indices
@@ -58,7 +58,7 @@ class PrefillBatch:
             positions_L=to_device(self.positions_L, device),
             kv_slots_L=to_device(self.kv_slots_L, device),
             request_rows_S=to_device(self.request_rows_S, device),
-            context_lens=self.context_lens,
+            context_lens_S=torch.from_numpy(self.context_lens_S),
             working_slots_S=to_device(self.working_slots_S, device),
             state_slots_R=to_device(self.state_slots_R, device),
             logits_tokens_M=to_device(self.logits_tokens_M, device),
@@ -121,7 +121,7 @@ def build_prefill(chunks: Sequence[PrefillChunk], table: RequestTable) -> Prefil
             np.concatenate([table.slots[row, c.start : c.stop] for row, c in zip(rows, chunks, strict=True)])
         ),
         request_rows_S=_indices(rows),
-        context_lens=tuple(chunk.stop for chunk in chunks),
+        context_lens_S=_indices([chunk.stop for chunk in chunks]),
         working_slots_S=_indices([chunk.request.resident.working_slot for chunk in chunks]),
         state_slots_R=_indices(state_slots),
         logits_tokens_M=_indices(logits_tokens),

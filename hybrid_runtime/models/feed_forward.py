@@ -15,7 +15,6 @@ from hybrid_runtime.models.weights import FeedForwardWeights, GatedMlpWeights, M
 from hybrid_runtime.ops.kernels import Kernels
 from hybrid_runtime.ops.moe import (
     Routing,
-    moe_feed_forward,
     moe_feed_forward_gathered,
     sigmoid_group_router,
     softmax_topk_router,
@@ -57,7 +56,9 @@ class MixtureOfExperts(FeedForward):
         self.shared = None if weights.shared_expert is None else GatedMlp(weights.shared_expert, kernels)
 
     def prefill(self, x_ND: Tensor) -> Tensor:
-        routed_ND = moe_feed_forward(x_ND, *self._route(x_ND), self.weights.gate_up_EFD, self.weights.down_EDF, silu)
+        routed_ND = self.kernels.moe_feed_forward(
+            x_ND, *self._route(x_ND), self.weights.gate_up_EFD, self.weights.down_EDF, silu
+        )
         return self._add_shared(x_ND, routed_ND)
 
     def decode(self, x_ND: Tensor) -> Tensor:

@@ -87,10 +87,10 @@ class HybridModel:
 
         Returns the logits `[M, V]` at `inputs.logits_tokens_M`, float32 (float64 for a float64 model).
         """
-        x_LD = self._embed(inputs.token_ids_L)
-        for block, places in zip(self.blocks, self._places, strict=True):
-            x_LD = block.prefill(x_LD, inputs, [place.memory(memory) for place in places])
-        return self._logits(x_LD[inputs.logits_tokens_M])
+        x_LD = self.embed(inputs.token_ids_L)
+        for block, memories in zip(self.blocks, self.memories(memory), strict=True):
+            x_LD = block.prefill(x_LD, inputs, memories)
+        return self.logits(x_LD[inputs.logits_tokens_M])
 
     @torch.no_grad()
     def decode(self, inputs: DecodeInputs, memory: StepMemory) -> Tensor:
@@ -98,10 +98,10 @@ class HybridModel:
 
         Returns the logits `[B, V]`, float32 (float64 for a float64 model); those of padding rows mean nothing.
         """
-        x_BD = self._embed(inputs.token_ids_B)
-        for block, places in zip(self.blocks, self._places, strict=True):
-            x_BD = block.decode(x_BD, inputs, [place.memory(memory) for place in places])
-        return self._logits(x_BD)
+        x_BD = self.embed(inputs.token_ids_B)
+        for block, memories in zip(self.blocks, self.memories(memory), strict=True):
+            x_BD = block.decode(x_BD, inputs, memories)
+        return self.logits(x_BD)
 
     def _place(self, mixer: Mixer) -> _Place:
         if isinstance(mixer, AttentionMixer):
@@ -111,10 +111,16 @@ class HybridModel:
         self._recurrents.append(mixer)
         return _Place(mixer, len(self._recurrents) - 1)
 
-    def _embed(self, token_ids_N: Tensor) -> Tensor:
+    def memories(self, memory: StepMemory) -> tuple[tuple[MixerMemory, ...], ...]:
+        """Each block's part of the pools, one entry per branch."""
+        return tuple(tuple(place.memory(memory) for place in places) for places in self._places)
+
+    def embed(self, token_ids_N: Tensor) -> Tensor:
+        """The residual stream `[N, D]` before the first block."""
         return scale(embedding(token_ids_N, self.weights.embedding_VD), self.spec.embedding_multiplier)
 
-    def _logits(self, x_ND: Tensor) -> Tensor:
+    def logits(self, x_ND: Tensor) -> Tensor:
+        """Logits `[N, V]` of the residual stream behind the last block."""
         normed_ND = apply_norm(x_ND, self.spec.final_norm, self.weights.final_norm_D)
         logits_NV = self.kernels.linear(normed_ND, *self.weights.lm_head)
         return scale(logits_NV.to(state_dtype_for(logits_NV)), self.spec.logits_multiplier)

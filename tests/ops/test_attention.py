@@ -126,7 +126,7 @@ def test_both_forms_are_the_definition_in_float64(batch: Batch, heads: tuple[int
         v_pool,
         batch.table,
         batch.rows,
-        batch.context_lens,
+        torch.tensor(batch.context_lens),
         batch.layout,
         scale=SCALE,
         window=batch.window,
@@ -161,7 +161,7 @@ def test_both_forms_keep_the_error_budget(
         v_pool,
         batch.table,
         batch.rows,
-        batch.context_lens,
+        torch.tensor(batch.context_lens),
         batch.layout,
         scale=SCALE,
         window=batch.window,
@@ -218,7 +218,7 @@ class Latent:
             self.w_v_HVR,
             batch.table,
             batch.rows,
-            batch.context_lens,
+            torch.tensor(batch.context_lens),
             batch.layout,
             scale=SCALE,
         )
@@ -285,7 +285,7 @@ def test_queries_in_blocks_are_the_definition(window: int | None) -> None:
         v_UGD,
         table,
         torch.tensor([1]),
-        (length + 7,),
+        torch.tensor([length + 7]),
         RaggedLayout.build([length]),
         scale=SCALE,
         window=window,
@@ -304,7 +304,7 @@ def test_rows_do_not_see_each_other(batch: Batch, heads: tuple[int, int]) -> Non
 
     def run(q_LHD: Tensor, k_pool: Tensor, v_pool: Tensor) -> tuple[Tensor, Tensor]:
         o_LHV = prefill_attention(
-            q_LHD, k_pool, v_pool, batch.table, batch.rows, batch.context_lens, batch.layout, scale=SCALE
+            q_LHD, k_pool, v_pool, batch.table, batch.rows, torch.tensor(batch.context_lens), batch.layout, scale=SCALE
         )
         q_BHD = q_LHD[batch.last_tokens()]
         return o_LHV, decode_attention(q_BHD, k_pool, v_pool, batch.table, *batch.decode_rows(0), scale=SCALE)
@@ -325,7 +325,9 @@ def test_a_pool_of_another_dtype_is_cast_on_read(batch: Batch) -> None:
     q_LHD = batch.normal(batch.layout.num_tokens, 4, 8, dtype=torch.float32)
     results = []
     for k, v in ((k_pool, v_pool), (k_pool.float(), v_pool.float())):
-        o_LHV = prefill_attention(q_LHD, k, v, batch.table, batch.rows, batch.context_lens, batch.layout, scale=SCALE)
+        o_LHV = prefill_attention(
+            q_LHD, k, v, batch.table, batch.rows, torch.tensor(batch.context_lens), batch.layout, scale=SCALE
+        )
         q_BHD = q_LHD[batch.last_tokens()]
         results.append((o_LHV, decode_attention(q_BHD, k, v, batch.table, *batch.decode_rows(0), scale=SCALE)))
     assert torch.equal(results[0][0], results[1][0])

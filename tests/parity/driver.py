@@ -112,7 +112,7 @@ class Driver:
             positions_L=torch.tensor(positions + padding),
             kv_slots_L=torch.tensor(kv_slots + padding),
             request_rows_S=torch.tensor([prompt.request.row for prompt in prompts]),
-            context_lens=tuple(prompt.request.length for prompt in prompts),
+            context_lens_S=torch.tensor([prompt.request.length for prompt in prompts]),
             working_slots_S=torch.tensor([prompt.request.working_slot for prompt in prompts]),
             state_slots_R=torch.tensor(state_slots),
             logits_tokens_M=torch.arange(sum(lengths)),

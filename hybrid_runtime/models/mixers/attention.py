@@ -63,7 +63,7 @@ class GqaMixer(AttentionMixer):
             memory.tensors[VALUE],
             memory.req_to_token,
             inputs.request_rows_S,
-            inputs.context_lens,
+            inputs.context_lens_S,
             inputs.layout,
             scale=self.spec.scale,
             window=self.spec.window,

@@ -59,7 +59,7 @@ class MlaMixer(AttentionMixer):
             *self._expansions(),
             memory.req_to_token,
             inputs.request_rows_S,
-            inputs.context_lens,
+            inputs.context_lens_S,
             inputs.layout,
             scale=self.spec.scale,
         )
