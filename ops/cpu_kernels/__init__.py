@@ -17,6 +17,7 @@ from hybrid_runtime.ops.cpu_kernels.twins import (
     gdn_step,
     kda_step,
     linear,
+    mamba2_chunked,
     mamba2_step,
 )
 
@@ -30,5 +31,6 @@ __all__ = [
     "gdn_step",
     "kda_step",
     "linear",
+    "mamba2_chunked",
     "mamba2_step",
 ]

@@ -80,7 +80,7 @@ inline void weigh_values(const C* weight_HT, const S* const* values, int64_t len
       for (int64_t t = 0; t < length; ++t) {
         const Floats value = load_floats(values[t] + d);
         for (int h = 0; h < HEADS; ++h) {
-          const Floats weight = Floats{} + weight_HT[h * kPieceLength + t];
+          const Floats weight = broadcast(weight_HT[h * kPieceLength + t]);
           sums[h] = Lanes<float>::multiply_add(weight, value, sums[h]);
         }
       }

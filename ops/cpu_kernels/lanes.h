@@ -57,6 +57,14 @@ inline typename Lanes<T>::Vector load_some_lanes(const T* from, int64_t count) {
   return lanes;
 }
 
+inline Floats broadcast(float x) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_set1_ps(x);
+#else
+  return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+#endif
+}
+
 inline Floats load_floats(const float* from) { return load_lanes(from); }
 inline Floats load_floats(const BFloat* from) {
   Halves halves;

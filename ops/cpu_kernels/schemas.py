@@ -14,6 +14,11 @@ _library.define(
     "Tensor slots_B) -> Tensor"
 )
 _library.define(
+    "mamba2_prefill(Tensor x_LHP, Tensor dt_LH, Tensor a_H, Tensor b_LGN, Tensor c_LGN, Tensor h0_SHPN, "
+    "Tensor token_sequence_L, Tensor token_offset_L, Tensor state_sequence_R, Tensor state_length_R) "
+    "-> (Tensor, Tensor)"
+)
+_library.define(
     "delta_step(Tensor q_BGK, Tensor k_BGK, Tensor v_BHV, Tensor log_a_BHK, Tensor beta_BH, Tensor(a!) state_pool, "
     "Tensor slots_B) -> Tensor"
 )
@@ -45,6 +50,23 @@ def _mamba2_step(
 ) -> Tensor:
     ensure_built()
     return x_BHP.new_empty(x_BHP.shape)
+
+
+@torch.library.register_fake("hybrid_runtime::mamba2_prefill", lib=_library)
+def _mamba2_prefill(
+    x_LHP: Tensor,
+    dt_LH: Tensor,
+    a_H: Tensor,
+    b_LGN: Tensor,
+    c_LGN: Tensor,
+    h0_SHPN: Tensor,
+    token_sequence_L: Tensor,
+    token_offset_L: Tensor,
+    state_sequence_R: Tensor,
+    state_length_R: Tensor,
+) -> tuple[Tensor, Tensor]:
+    ensure_built()
+    return x_LHP.new_empty(x_LHP.shape), h0_SHPN.new_empty(state_sequence_R.shape[0], *h0_SHPN.shape[1:])
 
 
 @torch.library.register_fake("hybrid_runtime::delta_step", lib=_library)

@@ -41,6 +41,31 @@ def mamba2_step(
     return _ops.mamba2_step(x_BHP, dt_BH, a_H, b_BGN, c_BGN, state_pool, slots_B)
 
 
+def mamba2_chunked(
+    x_LHP: Tensor, dt_LH: Tensor, a_H: Tensor, b_LGN: Tensor, c_LGN: Tensor, h0_SHPN: Tensor, layout: RaggedLayout
+) -> tuple[Tensor, Tensor]:
+    """As `ops.mamba2.mamba2_chunked`, four tokens at a time; the layout's chunk size is not used.
+
+    Float64 operands go to the PyTorch form.
+    """
+    operands = (x_LHP, dt_LH, a_H, b_LGN, c_LGN, h0_SHPN)
+    if not {operand.dtype for operand in operands} <= {torch.bfloat16, torch.float32}:
+        return mamba2.mamba2_chunked(*operands, layout)
+    _build_unless_traced()
+    return _ops.mamba2_prefill(
+        x_LHP,
+        dt_LH,
+        a_H,
+        b_LGN,
+        c_LGN,
+        h0_SHPN.float(),
+        layout.token_sequence_L,
+        layout.token_offset_L,
+        layout.state_sequence_R,
+        layout.state_length_R,
+    )
+
+
 def gdn_step(
     q_BGK: Tensor, k_BGK: Tensor, v_BHV: Tensor, log_a_BH: Tensor, beta_BH: Tensor, state_pool: Tensor, slots_B: Tensor
 ) -> Tensor:

@@ -43,15 +43,18 @@ class Decode:
         for row, own in zip(rows_B, slots.split(LENGTHS), strict=True):
             table[row, : len(own)] = own
         table[0] = 0
-        pools = []
-        for dim in (key_dim, value_dim):
+
+        def draw_pool(dim: int) -> Tensor:
             values = torch.randn(num_slots + 2, groups, dim, generator=generator, dtype=F64).to(pool)
             values[0] = 0
             values[-1] = torch.nan
-            pools.append(values)
+            return values
+
         q_BHD = torch.randn(len(LENGTHS) + 1, heads, key_dim, generator=generator, dtype=F64).to(dtype)
         lens_B = torch.tensor([*LENGTHS, 1])
-        return cls(q_BHD, *pools, table, torch.cat([rows_B, rows_B.new_zeros(1)]), lens_B)
+        return cls(
+            q_BHD, draw_pool(key_dim), draw_pool(value_dim), table, torch.cat([rows_B, rows_B.new_zeros(1)]), lens_B
+        )
 
     def run(self, form, window: int | None = None) -> Tensor:
         operands = (self.q_BHD, self.k_pool, self.v_pool, self.table, self.rows_B, self.lens_B)
@@ -163,9 +166,13 @@ def test_latent_attention_keeps_the_budget(rope_dim: int, dtype: torch.dtype) ->
     w_v_HVR = torch.randn(6, 10, 40, generator=generator, dtype=F64).to(dtype) / 4
     q_nope_BHD = torch.randn(len(LENGTHS) + 1, 6, 12, generator=generator, dtype=F64).to(dtype)
     q_rope_BHE = decode.q_BHD[..., 40:]
-    floats = (q_nope_BHD, q_rope_BHE, decode.k_pool[:, 0], w_k_HDR, w_v_HVR)
-    indices = (decode.table, decode.rows_B, decode.lens_B, 256)
-    twin, plain = (form(*floats, *indices, scale=SCALE) for form in (cpu_kernels.decode_mla, attention.decode_mla))
-    exact = attention.decode_mla(*(x.double() for x in floats), *indices, scale=SCALE)
+    latent_pool = decode.k_pool[:, 0]
+
+    def run(form, to: torch.dtype) -> Tensor:
+        floats = [x.to(to) for x in (q_nope_BHD, q_rope_BHE, latent_pool, w_k_HDR, w_v_HVR)]
+        return form(*floats, decode.table, decode.rows_B, decode.lens_B, 256, scale=SCALE)
+
+    twin, plain = run(cpu_kernels.decode_mla, dtype), run(attention.decode_mla, dtype)
+    exact = run(attention.decode_mla, F64)
     magnitude = exact.abs().max() * 40 * torch.ones_like(exact)  # two sums over the latent dim around the attention
     assert_within_budget(twin, plain, exact, magnitude)
