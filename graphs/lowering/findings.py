@@ -63,6 +63,7 @@ def lowering_findings(
 
 def _pool_copies(lowered: LoweredStep, module: GeneratedModule) -> Iterator[Finding]:
     step = lowered.step
+    pools = {given.name: given.pool for given in lowered.inputs if given.pool is not None}
     for allocation in module.allocations:
         if step.is_pool_sized(allocation.num_bytes):
             detail = f"allocates {allocation.num_bytes} bytes as {allocation.dtype} {list(allocation.shape)}"
@@ -70,12 +71,12 @@ def _pool_copies(lowered: LoweredStep, module: GeneratedModule) -> Iterator[Find
     for traffic in itertools.chain.from_iterable(lowered.traffic.values()):
         for verb, accesses in (("reads", traffic.reads), ("writes", traffic.writes)):
             for buffer, num_bytes in accesses.items():
-                if step.is_pool_sized(num_bytes):
+                is_most_of_pool = buffer in pools and 2 * num_bytes >= pools[buffer].num_bytes
+                if is_most_of_pool or step.is_pool_sized(num_bytes):
                     yield Finding(Kind.POOL_COPY, traffic.kernel, f"{verb} {num_bytes} bytes of {buffer}")
-    pools = {given.name: given.pool for given in lowered.inputs}
     for name in module.copied_if_misaligned:
-        pool = pools.get(name)
-        if pool is not None:
+        if name in pools:
+            pool = pools[name]
             detail = f"{pool.num_bytes} bytes are copied where the address is no multiple of 16"
             yield Finding(Kind.MISALIGNED_COPY, pool.name, detail)
 

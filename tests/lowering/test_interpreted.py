@@ -1,0 +1,39 @@
+"""Generated modules, run in Triton's interpreter, compute what eager computes; so do hand-written kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lowering.processes import must_run, run_python
+from tests.lowering.small_steps import SMALL_STEPS
+
+EPS = {"bfloat16": 2.0**-8, "float32": 2.0**-24, "int64": 0.0}
+MUTATED = {"conv": {3}, "mamba2": {5}, "gdn": {5}, "attention": {3, 4}, "mlp": set(), "head": {3}}
+
+
+@pytest.mark.parametrize("name", SMALL_STEPS)
+def test_a_generated_module_errs_at_most_twice_what_eager_errs(name, interpreted):
+    """Against float64, in root mean squares. Where eager hits upon the rounded result, one rounding is allowed."""
+    for entry in interpreted[name]:
+        allowed = max(2 * entry["eager_error"], EPS[entry["dtype"]] * entry["magnitude"])
+        assert entry["generated_error"] <= allowed, entry
+
+
+@pytest.mark.parametrize("name", SMALL_STEPS)
+def test_exactly_the_pools_are_mutated(name, interpreted):
+    names = {entry["name"] for entry in interpreted[name]}
+    assert {entry for entry in names if entry.startswith("argument")} == {f"argument {i}" for i in MUTATED[name]}
+    assert "result 0" in names
+
+
+def test_a_hand_written_kernel_in_the_repaired_interpreter():
+    must_run("-m", "tests.lowering.interpret_kernel", TRITON_INTERPRET="1")
+
+
+def test_the_interpreter_is_refused_where_triton_compiles():
+    run = run_python(
+        "-c",
+        "from hybrid_runtime.graphs.lowering.interpreter_repairs import repair_interpreter; repair_interpreter()",
+        TRITON_INTERPRET="0",
+    )
+    assert "RuntimeError: Triton does not interpret: set TRITON_INTERPRET=1" in run.stderr
