@@ -20,7 +20,7 @@ class CompiledFunction:
     """
 
     def __init__(self, function: Callable[..., Any], *examples: Any, options: dict[str, Any] | None = None) -> None:
-        compiled: Any = torch.compile(function, fullgraph=True, options=options)
+        compiled: Any = torch.compile(function, fullgraph=True, dynamic=False, options=options)
         with torch.no_grad(), warnings.catch_warnings():
             # Saving the guards reads `.grad` of weights that are views.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from hybrid_runtime.ops.ragged import RaggedLayout
 
+IN_FLIGHT = -1  # stands for the token that the device chose last for a row, which the host does not know yet
+
 
 @dataclass(frozen=True)
 class StepMemory:
@@ -30,7 +32,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class PrefillInputs:
-    """One ragged prefill: S sequences, each continuing `context_lens_S - layout.lengths_S` tokens that are in the pools."""
+    """One ragged prefill of S sequences; each continues `context_lens_S - layout.lengths_S` tokens in the pools."""
 
     layout: RaggedLayout
     token_ids_L: Tensor  # int64
@@ -47,7 +49,7 @@ class PrefillInputs:
 class DecodeInputs:
     """One token for each of B rows."""
 
-    token_ids_B: Tensor  # int64
+    token_ids_B: Tensor  # int64; IN_FLIGHT must have been replaced before a model reads them
     positions_B: Tensor  # int64, absolute position of the token; padding rows: 0
     kv_slots_B: Tensor  # int64, KV slot its K and V are written to; padding rows: 0
     request_rows_B: Tensor  # int64, rows of req_to_token; padding rows: 0

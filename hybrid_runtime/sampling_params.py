@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from hybrid_runtime.config import (
@@ -116,6 +117,16 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken instead of a random one."""
         return self.temperature == 0
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether tokens that occurred count for or against themselves."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @cached_property
+    def takes_most_likely(self) -> bool:
+        """Whether the next token is the most likely one of the model's own logits, and nothing else is asked for."""
+        return self.is_greedy and not self.has_penalty and not self.logit_bias and self.logprobs is None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

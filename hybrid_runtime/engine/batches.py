@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs
+from hybrid_runtime.graphs.decode_runner import FIELDS
+from hybrid_runtime.graphs.step_inputs import IN_FLIGHT, PrefillInputs
 from hybrid_runtime.memory.request_table import RequestTable
 from hybrid_runtime.ops.ragged import RaggedLayout
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.scheduler import PrefillChunk
 
-IN_FLIGHT = -1  # stands for a token that the host does not know yet
 Indices = NDArray[np.int64]
 
 
@@ -62,31 +62,6 @@ class PrefillBatch:
             working_slots_S=to_device(self.working_slots_S, device),
             state_slots_R=to_device(self.state_slots_R, device),
             logits_tokens_M=to_device(self.logits_tokens_M, device),
-        )
-
-
-@dataclass(frozen=True)
-class DecodeBatch:
-    """Inputs of a decode. `token_ids_B` is IN_FLIGHT where the token is the last that the device chose for the row."""
-
-    token_ids_B: Indices
-    positions_B: Indices
-    kv_slots_B: Indices
-    request_rows_B: Indices
-    working_slots_B: Indices
-
-    def to_device(self, device: torch.device, last_token_R: Tensor) -> DecodeInputs:
-        """The tensors that the model reads; `last_token_R` holds the token chosen last for each row of the table."""
-        token_ids_B, request_rows_B = to_device(self.token_ids_B, device), to_device(self.request_rows_B, device)
-        positions_B = to_device(self.positions_B, device)
-        return DecodeInputs(
-            token_ids_B=torch.where(token_ids_B == IN_FLIGHT, last_token_R[request_rows_B], token_ids_B),
-            positions_B=positions_B,
-            kv_slots_B=to_device(self.kv_slots_B, device),
-            request_rows_B=request_rows_B,
-            context_lens_B=positions_B + 1,
-            max_context_len=int(self.positions_B.max()) + 1,
-            working_slots_B=to_device(self.working_slots_B, device),
         )
 
 
@@ -142,17 +117,19 @@ def _scored_span(chunk: PrefillChunk, first_row: int) -> ScoredSpan | None:
     return ScoredSpan(request, tuple(request.tokens[start + 1 : stop + 1].tolist()), first_row)
 
 
-def build_decode(requests: Sequence[Request], table: RequestTable) -> DecodeBatch:
-    """One row per request: the first token that is not computed, known or in flight."""
+def build_decode(requests: Sequence[Request], table: RequestTable) -> Indices:
+    """What `graphs.decode_runner.FIELDS` names, `[fields, B]`: per request the first token that is not computed."""
     rows = _indices([request.resident.row for request in requests])
     positions = _indices([request.num_computed_tokens for request in requests])
-    return DecodeBatch(
-        token_ids_B=_indices([_next_input(request) for request in requests]),
-        positions_B=positions,
-        kv_slots_B=_indices(table.slots[rows, positions]),
-        request_rows_B=rows,
-        working_slots_B=_indices([request.resident.working_slot for request in requests]),
-    )
+    fields: dict[str, Indices] = {
+        "token_ids_B": _indices([_next_input(request) for request in requests]),
+        "positions_B": positions,
+        "kv_slots_B": _indices(table.slots[rows, positions]),
+        "request_rows_B": rows,
+        "context_lens_B": positions + 1,
+        "working_slots_B": _indices([request.resident.working_slot for request in requests]),
+    }
+    return np.stack([fields[name] for name in FIELDS])
 
 
 def _next_input(request: Request) -> int:

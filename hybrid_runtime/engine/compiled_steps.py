@@ -1,6 +1,7 @@
 """Steps compiled by Inductor: one graph per kind of block, one for what stands before and one for what follows them.
 
-Shapes: L tokens of a prefill, S its sequences, B rows of a decode, N tokens or rows, D hidden size.
+Shapes: L tokens of a prefill, B rows of a decode, N tokens or rows, M tokens whose logits are wanted, D hidden size,
+R rows of the request table.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_runtime.engine.steps import StepOutputs, choose_greedily
+from hybrid_runtime.engine.steps import StepOutputs, choose_greedily, known_tokens
 from hybrid_runtime.graphs.compiled import CompiledFunction, mark_dynamic
 from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory
 from hybrid_runtime.models.block import Block
@@ -28,33 +29,66 @@ _NUM_LOGITS = 7
 
 
 class CompiledSteps:
-    """`Steps` as compiled graphs. One prefill serves all batches; a decode of one row has graphs of its own.
+    """`Steps` as compiled graphs: of a prefill of any batch, of a decode of one row, and of a decode of more.
 
-    A block kind is compiled once, whatever its depths, and called per depth: a graph of all depths took over a minute
-    to compile and ran no faster. Sizes are dynamic rather than bucketed: nothing is computed for padding, and there is
-    one graph to compile instead of one per bucket.
+    A kind of block is compiled once and called at each of its depths: a graph of all depths of a 32-layer model took
+    over a minute to compile. Sizes are dynamic rather than bucketed, so that nothing is computed for padding, and one
+    graph is compiled instead of one per bucket.
     """
 
-    def __init__(self, model: HybridModel, memory: StepMemory) -> None:
-        """Compiles; takes seconds, or tens of seconds where no earlier process has left its results in the cache."""
-        self.model = model.with_kernels(compiled_kernels(model.device))
-        self._pools = self.model.memories(memory)
-        self._prefill = _Graphs(self.model, self._pools, _prefill_block, _example_prefill(self.model.device))
-        self._decode_one = _Graphs(self.model, self._pools, _decode_block, _example_decode(1, self.model.device))
-        self._decode = _Graphs(self.model, self._pools, _decode_block, _example_decode(2, self.model.device))
+    def __init__(
+        self, model: HybridModel, memory: StepMemory, last_token_R: Tensor, *, report: Callable[[str], None]
+    ) -> None:
+        """Compiles; takes seconds, or tens of seconds where no earlier process has left its results in the cache.
+
+        `report` is told what is being compiled. Raises CompilerNotFound on a CPU without a C++ compiler.
+        """
+        report("kernels")
+        self._model = model.with_kernels(compiled_kernels(model.device))
+        self._last_token_R = last_token_R
+        pools = self._model.memories(memory)
+        report("prefill")
+        prefill = _example_prefill(model.device)
+        self._prefill = _Graphs(
+            self._model,
+            pools,
+            _prefill_block,
+            prefill,
+            (_embed_prompt, prefill.token_ids_L),
+            (_choose, prefill.logits_tokens_M),
+        )
+        self._decode: list[_Graphs] = []  # of one row, of more
+        for num_rows in (1, 2):
+            report("decode of one row" if num_rows == 1 else "decode of several rows")
+            decode = _example_decode(num_rows, model.device)
+            self._decode.append(
+                _Graphs(
+                    self._model,
+                    pools,
+                    _decode_block,
+                    decode,
+                    (_embed_known, decode.token_ids_B, decode.request_rows_B, last_token_R),
+                    (_choose_and_keep, decode.request_rows_B, last_token_R),
+                )
+            )
 
     @torch.no_grad()
     def prefill(self, inputs: PrefillInputs) -> StepOutputs:
-        return self._prefill.run(inputs.token_ids_L, inputs, inputs.logits_tokens_M)
+        return self._prefill.run(inputs, (inputs.token_ids_L,), (inputs.logits_tokens_M,))
 
     @torch.no_grad()
     def decode(self, inputs: DecodeInputs) -> StepOutputs:
-        graphs = self._decode_one if len(inputs.token_ids_B) == 1 else self._decode
-        return graphs.run(inputs.token_ids_B, inputs, None)
+        graphs = self._decode[min(len(inputs.token_ids_B), 2) - 1]
+        rows = (inputs.request_rows_B, self._last_token_R)
+        return graphs.run(inputs, (inputs.token_ids_B, *rows), rows)
 
 
 class _Graphs:
-    """The compiled graphs of one kind of forward."""
+    """The compiled graphs of one kind of forward, for arguments like the examples.
+
+    `first` and `last`: the functions before and behind the blocks, with what they take after the model (and, the last
+    one, the residual stream).
+    """
 
     def __init__(
         self,
@@ -62,11 +96,14 @@ class _Graphs:
         pools: Sequence[Sequence[MixerMemory]],
         run_block: Callable[..., Tensor],
         inputs: PrefillInputs | DecodeInputs,
+        first: tuple[Any, ...],
+        last: tuple[Any, ...],
     ) -> None:
-        token_ids_N = inputs.token_ids_L if isinstance(inputs, PrefillInputs) else inputs.token_ids_B
-        x_ND = model.embed(token_ids_N)
-        if len(token_ids_N) > 1:
+        self._model = model
+        x_ND = first[0](model, *first[1:])
+        if len(x_ND) > 1:
             mark_dynamic([x_ND])
+        self._first = CompiledFunction(first[0], model, *first[1:])
         kinds: dict[object, CompiledFunction] = {}
         self._blocks: list[tuple[CompiledFunction, Block, Sequence[MixerMemory]]] = []
         for block, memories in zip(model.blocks, pools, strict=True):
@@ -74,16 +111,21 @@ class _Graphs:
                 kinds[block.spec] = CompiledFunction(run_block, block, x_ND, inputs, memories)
             kinds[block.spec].require_same(block, x_ND, inputs, memories)
             self._blocks.append((kinds[block.spec], block, memories))
-        self._model = model
-        self._embed = CompiledFunction(_embed, model, token_ids_N)
-        chosen_M = inputs.logits_tokens_M if isinstance(inputs, PrefillInputs) else None
-        self._head = CompiledFunction(_head, model, x_ND, chosen_M)
+        self._last = CompiledFunction(last[0], model, x_ND, *last[1:])
 
-    def run(self, token_ids_N: Tensor, inputs: PrefillInputs | DecodeInputs, chosen_M: Tensor | None) -> StepOutputs:
-        x_ND = self._embed(self._model, token_ids_N)
+    def run(self, inputs: PrefillInputs | DecodeInputs, first: tuple[Any, ...], last: tuple[Any, ...]) -> StepOutputs:
+        x_ND = self._first(self._model, *first)
         for run_block, block, memories in self._blocks:
             x_ND = run_block(block, x_ND, inputs, memories)
-        return self._head(self._model, x_ND, chosen_M)
+        return self._last(self._model, x_ND, *last)
+
+
+def _embed_prompt(model: HybridModel, token_ids_L: Tensor) -> Tensor:
+    return model.embed(token_ids_L)
+
+
+def _embed_known(model: HybridModel, token_ids_B: Tensor, request_rows_B: Tensor, last_token_R: Tensor) -> Tensor:
+    return model.embed(known_tokens(token_ids_B, request_rows_B, last_token_R))
 
 
 def _prefill_block(block: Block, x_LD: Tensor, inputs: PrefillInputs, memories: Sequence[MixerMemory]) -> Tensor:
@@ -94,12 +136,14 @@ def _decode_block(block: Block, x_BD: Tensor, inputs: DecodeInputs, memories: Se
     return block.decode(x_BD, inputs, memories)
 
 
-def _embed(model: HybridModel, token_ids_N: Tensor) -> Tensor:
-    return model.embed(token_ids_N)
+def _choose(model: HybridModel, x_LD: Tensor, logits_tokens_M: Tensor) -> StepOutputs:
+    return choose_greedily(model.logits(x_LD[logits_tokens_M]))
 
 
-def _head(model: HybridModel, x_ND: Tensor, chosen_M: Tensor | None) -> StepOutputs:
-    return choose_greedily(model.logits(x_ND if chosen_M is None else x_ND[chosen_M]))
+def _choose_and_keep(model: HybridModel, x_BD: Tensor, request_rows_B: Tensor, last_token_R: Tensor) -> StepOutputs:
+    outputs = choose_greedily(model.logits(x_BD))
+    last_token_R.index_put_((request_rows_B,), outputs.greedy_ids_B)
+    return outputs
 
 
 def _example_decode(num_rows: int, device: torch.device) -> DecodeInputs:
@@ -108,7 +152,15 @@ def _example_decode(num_rows: int, device: torch.device) -> DecodeInputs:
     def zeros() -> Tensor:
         return torch.zeros(num_rows, dtype=torch.int64, device=device)
 
-    inputs = DecodeInputs(zeros(), zeros(), zeros(), zeros(), zeros() + 1, 1, zeros())
+    inputs = DecodeInputs(
+        token_ids_B=zeros(),
+        positions_B=zeros(),
+        kv_slots_B=zeros(),
+        request_rows_B=zeros(),
+        context_lens_B=zeros() + 1,
+        max_context_len=1,
+        working_slots_B=zeros(),
+    )
     if num_rows > 1:
         mark_dynamic(_tensors(inputs))
     return inputs
@@ -138,6 +190,6 @@ def _example_prefill(device: torch.device) -> PrefillInputs:
     return inputs
 
 
-def _tensors(inputs: Any) -> list[Tensor]:
+def _tensors(inputs: PrefillInputs | DecodeInputs | RaggedLayout) -> list[Tensor]:
     values = (getattr(inputs, field.name) for field in dataclasses.fields(inputs))
     return [value for value in values if isinstance(value, Tensor)]

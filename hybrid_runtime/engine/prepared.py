@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hybrid_runtime.engine.batches import DecodeBatch, PrefillBatch, build_decode, build_prefill
+from hybrid_runtime.engine.batches import Indices, PrefillBatch, build_decode, build_prefill
 from hybrid_runtime.memory.request_table import RequestTable, TableEntries
 from hybrid_runtime.sampling import SamplingRow
 from hybrid_runtime.scheduling.request import Request
@@ -35,7 +35,7 @@ class SampledRows:
 
     places: tuple[int, ...]  # of the forward's sequences or rows
     requests: tuple[Request, ...]
-    sampling: tuple[SamplingRow, ...]
+    sampling: tuple[SamplingRow, ...] | None  # None: all take the most likely token
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class PreparedPrefill:
 @dataclass(frozen=True)
 class PreparedDecode:
     requests: tuple[Request, ...]  # [B]
-    batch: DecodeBatch
+    fields_FB: Indices  # what `graphs.decode_runner.FIELDS` names
     checkpoints: SlotCopies | None
     sampled: SampledRows
 
@@ -115,6 +115,8 @@ def _prepare_decode(rows: Sequence[DecodeRow], table: RequestTable) -> PreparedD
 def _sampled_rows(requests: Sequence[Request], positions: Sequence[int], places: Sequence[int]) -> SampledRows:
     """`positions[i]` is the place in its text of the token that `requests[i]` would choose."""
     chosen = tuple(requests[place] for place in places)
+    if all(request.params.takes_most_likely and not request.forbidden_token_ids for request in chosen):
+        return SampledRows(tuple(places), chosen, None)
     sampling = tuple(
         SamplingRow(
             params=request.params,

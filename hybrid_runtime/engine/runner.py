@@ -5,6 +5,7 @@ Shapes: B rows, S sequences, M tokens whose logits are wanted, V vocabulary, R r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import nvtx
@@ -15,11 +16,16 @@ from hybrid_runtime.engine.batches import Indices, ScoredSpan, to_device
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.prepared import PreparedDecode, PreparedPrefill, PreparedStep, SampledRows, prepare_step
 from hybrid_runtime.engine.results import ForwardResult, RankedLogprobs, SampledToken, ScoredToken, rank_logprobs
+from hybrid_runtime.engine.steps import EagerSteps, StepOutputs, Steps
+from hybrid_runtime.graphs.decode_runner import FIELDS, DecodeRunner
+from hybrid_runtime.graphs.read_back import ReadBack
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.ops.ragged import DEFAULT_CHUNK_SIZE
-from hybrid_runtime.sampling import GatheredLogprobs, SampleResult, SamplingInputs, gather_logprobs, sample
+from hybrid_runtime.sampling import GatheredLogprobs, SamplingInputs, gather_logprobs, sample
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.scheduler import ScheduledStep
+
+_ROWS = FIELDS.index("request_rows_B")
 
 
 @dataclass(frozen=True)
@@ -27,15 +33,17 @@ class LaunchedForward:
     """The results of one forward, which may still be on their way."""
 
     requests: tuple[Request, ...]  # [B]
-    is_invalid_B: Tensor  # bool
+    is_invalid_B: ReadBack  # bool
     sampled: SampledRows
-    result: SampleResult | None  # of the sampled rows; None: there are none
+    token_ids_B: ReadBack | None  # of the sampled rows; None: there are none
+    logprobs: GatheredLogprobs | None  # of the sampled rows, if one wants any
     scored: tuple[tuple[ScoredSpan, GatheredLogprobs], ...]
 
     def wait(self) -> ForwardResult:
         """Reads the results back."""
-        flags = self.is_invalid_B.tolist()
-        invalid = frozenset(request for request, flag in zip(self.requests, flags, strict=True) if flag)
+        [is_invalid_B] = self.is_invalid_B.wait()
+        flagged = zip(self.requests, is_invalid_B.tolist(), strict=True)
+        invalid = frozenset(request for request, is_invalid in flagged if is_invalid)
         scored = [token for span, gathered in self.scored for token in _scored_tokens(span, gathered)]
         return ForwardResult(
             [token for token in self._sampled_tokens() if token.request not in invalid],
@@ -44,16 +52,16 @@ class LaunchedForward:
         )
 
     def _sampled_tokens(self) -> list[SampledToken]:
-        if self.result is None:
+        if self.token_ids_B is None:
             return []
         requests = self.sampled.requests
         logprobs: list[RankedLogprobs | None] = [None] * len(requests)
-        if self.result.logprobs is not None:
+        if self.logprobs is not None:
             wanted = [request.params.logprobs for request in requests]
-            ranked = rank_logprobs(self.result.logprobs, [count or 0 for count in wanted])
+            ranked = rank_logprobs(self.logprobs, [count or 0 for count in wanted])
             logprobs = [entry if count is not None else None for entry, count in zip(ranked, wanted, strict=True)]
-        token_ids = self.result.token_ids_B.tolist()
-        return [SampledToken(*fields) for fields in zip(requests, token_ids, logprobs, strict=True)]
+        [token_ids_B] = self.token_ids_B.wait()
+        return [SampledToken(*fields) for fields in zip(requests, token_ids_B.tolist(), logprobs, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -70,14 +78,21 @@ class LaunchedStep:
 class ModelRunner:
     """Owns no request state: everything comes with the prepared step, but for the token chosen last for each row."""
 
-    def __init__(self, model: HybridModel, memory: EngineMemory, *, chunk_size: int = DEFAULT_CHUNK_SIZE) -> None:
+    def __init__(
+        self, model: HybridModel, memory: EngineMemory, *, make_steps: Callable[..., Steps] = EagerSteps
+    ) -> None:
+        """`make_steps(model, step_memory, last_token_R)` makes the forwards."""
         self.model = model
         self.memory = memory
-        self.chunk_size = chunk_size
         self.num_prefill_forwards = 0
         self.num_decode_forwards = 0
+        num_rows, max_model_len = memory.table.slots.shape
         with torch.inference_mode(False):  # as the pools: writable in either mode
-            self.last_token_R = torch.zeros(len(memory.table.slots), dtype=torch.int64, device=model.device)
+            self.last_token_R = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
+        self.steps = make_steps(model, memory.step_memory, self.last_token_R)
+        self._decode_runner = DecodeRunner(
+            self.steps.decode, max_batch=num_rows - 1, max_context_len=max_model_len, device=model.device
+        )
 
     def prepare(self, step: ScheduledStep) -> PreparedStep:
         """Everything that the device needs for a step. Host only; reads requests and table, which may change then."""
@@ -113,44 +128,55 @@ class ModelRunner:
         them: it has seen all the KV and the state that may be kept.
         """
         batch = prefill.batch
-        inputs = batch.to_device(self.model.device, chunk_size=self.chunk_size)
+        inputs = batch.to_device(self.model.device, chunk_size=DEFAULT_CHUNK_SIZE)
         self.num_prefill_forwards += 1
         with self._autocast_off():
-            logits_MV = self.model.prefill(inputs, self.memory.step_memory)
-        scored = tuple((span, self._score(logits_MV, span)) for span in batch.scored)
-        logits_SV = logits_MV[self._indices(batch.last_rows_S)]
-        return self._choose(logits_SV, inputs.request_rows_S, prefill.requests, prefill.sampled, scored)
+            outputs = self.steps.prefill(inputs)
+        scored = tuple((span, self._score(outputs.logits_BV, span)) for span in batch.scored)
+        if batch.scored:
+            last_rows_S = self._indices(batch.last_rows_S)
+            outputs = StepOutputs(*(output[last_rows_S] for output in outputs))
+        if prefill.sampled.places:
+            self.last_token_R.index_put_((inputs.request_rows_S,), outputs.greedy_ids_B)
+        return self._choose(outputs, batch.request_rows_S, prefill.requests, prefill.sampled, scored)
 
     def _decode(self, decode: PreparedDecode) -> LaunchedForward:
         """One forward over one token of each row; checkpoints that are due get copies of the updated states."""
-        inputs = decode.batch.to_device(self.model.device, self.last_token_R)
         self.num_decode_forwards += 1
         with self._autocast_off():
-            logits_BV = self.model.decode(inputs, self.memory.step_memory)
+            outputs = StepOutputs(*self._decode_runner.run(decode.fields_FB))
         due = decode.checkpoints
         if due is not None:
             self.memory.state_pool.copy(self._indices(due.sources), self._indices(due.destinations))
-        return self._choose(logits_BV, inputs.request_rows_B, decode.requests, decode.sampled, ())
+        return self._choose(outputs, decode.fields_FB[_ROWS], decode.requests, decode.sampled, ())
 
     def _choose(
         self,
-        logits_BV: Tensor,
-        request_rows_B: Tensor,
+        outputs: StepOutputs,
+        request_rows_B: Indices,
         requests: tuple[Request, ...],
         sampled: SampledRows,
         scored: tuple[tuple[ScoredSpan, GatheredLogprobs], ...],
     ) -> LaunchedForward:
-        """Samples the rows that want a token, and keeps the tokens on the device for the next step."""
-        is_invalid_B = ~(logits_BV < torch.inf).all(dim=-1)  # NaN and +inf; a token may well be at -inf
-        result = None
-        if sampled.places:
-            if len(sampled.places) < len(requests):
-                places = torch.tensor(sampled.places, device=logits_BV.device)
-                logits_BV, request_rows_B = logits_BV[places], request_rows_B[places]
-            inputs = SamplingInputs.build(sampled.sampling, logits_BV.shape[-1], logits_BV.device)
-            result = sample(logits_BV, inputs)
-            self.last_token_R.index_put_((request_rows_B,), result.token_ids_B)
-        return LaunchedForward(requests, is_invalid_B, sampled, result, scored)
+        """Samples the rows that want a token otherwise than greedily, and starts to read the results back."""
+        places, token_ids_B, logprobs = sampled.places, None, None
+        if places:
+            is_all = len(places) == len(requests)
+            chosen = slice(None) if is_all else torch.tensor(places, device=self.model.device)
+            token_ids_B = outputs.greedy_ids_B[chosen]
+            if sampled.sampling is not None:
+                logits_BV = outputs.logits_BV[chosen]
+                options = SamplingInputs.build(sampled.sampling, logits_BV.shape[-1], logits_BV.device)
+                token_ids_B, logprobs = sample(logits_BV, options)
+                self.last_token_R.index_put_((self._indices(request_rows_B)[chosen],), token_ids_B)
+        return LaunchedForward(
+            requests,
+            ReadBack(outputs.is_invalid_B),
+            sampled,
+            None if token_ids_B is None else ReadBack(token_ids_B),
+            logprobs,
+            scored,
+        )
 
     def _score(self, logits_MV: Tensor, span: ScoredSpan) -> GatheredLogprobs:
         rows = slice(span.first_row, span.first_row + len(span.token_ids))

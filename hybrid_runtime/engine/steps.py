@@ -5,12 +5,13 @@ Shapes: B rows of a decode, or rows of a prefill whose logits are wanted; D hidd
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory
+from hybrid_runtime.graphs.step_inputs import IN_FLIGHT, DecodeInputs, PrefillInputs, StepMemory
 from hybrid_runtime.models.hybrid_model import HybridModel
 
 
@@ -23,27 +24,45 @@ class StepOutputs(NamedTuple):
 
 
 class Steps(Protocol):
-    """The forwards of one model over the pools of one engine. Each writes KV and states in place."""
+    """The forwards of one model over the pools of one engine. Each writes KV and states in place.
+
+    A decode also reads and writes the token chosen last for each row of the request table.
+    """
 
     def prefill(self, inputs: PrefillInputs) -> StepOutputs:
         """Of the tokens that `inputs.logits_tokens_M` names."""
 
     def decode(self, inputs: DecodeInputs) -> StepOutputs:
-        """Of each row."""
+        """Of each row; where the token is IN_FLIGHT, it is the one chosen last for the row of the table."""
 
 
 class EagerSteps:
     """`Steps` operation by operation, in the model's own forms."""
 
-    def __init__(self, model: HybridModel, memory: StepMemory) -> None:
+    def __init__(self, model: HybridModel, memory: StepMemory, last_token_R: Tensor) -> None:
         self.model = model
         self.memory = memory
+        self.last_token_R = last_token_R
 
     def prefill(self, inputs: PrefillInputs) -> StepOutputs:
         return choose_greedily(self.model.prefill(inputs, self.memory))
 
+    @torch.no_grad()
     def decode(self, inputs: DecodeInputs) -> StepOutputs:
-        return choose_greedily(self.model.decode(inputs, self.memory))
+        known = dataclasses.replace(
+            inputs,
+            token_ids_B=known_tokens(inputs.token_ids_B, inputs.request_rows_B, self.last_token_R),
+            max_context_len=int(inputs.context_lens_B.max()),  # the plain forms read that much of every row
+        )
+        logits_BV = self.model.decode(known, self.memory)
+        outputs = choose_greedily(logits_BV)
+        self.last_token_R.index_put_((inputs.request_rows_B,), outputs.greedy_ids_B)
+        return outputs
+
+
+def known_tokens(token_ids_B: Tensor, request_rows_B: Tensor, last_token_R: Tensor) -> Tensor:
+    """`token_ids_B` with what is IN_FLIGHT replaced by the token chosen last for its row of the table."""
+    return torch.where(token_ids_B == IN_FLIGHT, last_token_R[request_rows_B], token_ids_B)
 
 
 def choose_greedily(logits_BV: Tensor) -> StepOutputs:

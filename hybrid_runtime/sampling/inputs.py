@@ -104,12 +104,12 @@ def _build_bias(rows: Sequence[SamplingRow], device: torch.device | str) -> Bias
 
 
 def _build_penalties(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str) -> PenaltyInputs | None:
-    if not any(map(_has_penalty, rows)):
+    if not any(row.params.has_penalty for row in rows):
         return None
     counts_BV = torch.zeros(len(rows), vocab_size, dtype=torch.int32)
     prompt_mask_BV = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
     for row_index, row in enumerate(rows):
-        if not _has_penalty(row):
+        if not row.params.has_penalty:
             continue
         token_ids, counts = np.unique(np.asarray(row.output_token_ids, np.int64), return_counts=True)
         counts_BV[row_index, torch.from_numpy(token_ids)] = torch.from_numpy(counts.astype(np.int32))
@@ -122,11 +122,6 @@ def _build_penalties(rows: Sequence[SamplingRow], vocab_size: int, device: torch
         counts_BV.to(device),
         prompt_mask_BV.to(device),
     )
-
-
-def _has_penalty(row: SamplingRow) -> bool:
-    params = row.params
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
 def _build_random(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str) -> RandomInputs | None:
