@@ -151,13 +151,16 @@ def test_a_state_is_cut_into_several_programs(update: Update) -> None:
 def test_operands_may_be_slices_of_wider_tensors(make: Callable[[list[int]], Update]) -> None:
     update = make([0, 7, 0])
 
-    def slice_of_wider(operand: Tensor) -> Tensor:
-        wider = torch.full((operand.shape[0], operand[0].numel() + 5), math.nan, dtype=operand.dtype)
-        own = wider[:, 2:-3]
+    def slice_of_wider(operand: Tensor, excess: int) -> Tensor:
+        wider = torch.full((operand.shape[0], 1 + operand[0].numel() + excess), math.nan, dtype=operand.dtype)
+        own = wider[:, 1:-excess]
         own.copy_(operand.flatten(1))
         return own.unflatten(1, operand.shape[1:])
 
-    operands = tuple(operand if operand.ndim == 1 else slice_of_wider(operand) for operand in update.operands)
+    operands = tuple(
+        operand if operand.ndim == 1 else slice_of_wider(operand, excess)
+        for excess, operand in enumerate(update.operands, start=1)
+    )
     check(replace(update, operands=operands))
 
 
@@ -168,6 +171,17 @@ def test_operands_may_be_transposed(make: Callable[[list[int]], Update]) -> None
         operand.flip(0).t().contiguous().t() if operand.ndim == 2 else operand for operand in update.operands
     )
     check(replace(update, operands=operands))
+
+
+@pytest.mark.parametrize("make", UPDATES)
+def test_padding_rows_write_nothing_whatever_they_hold(make: Callable[[list[int]], Update]) -> None:
+    update = make([0, 5, 0])
+    for operand in update.operands:
+        if operand.shape[0] == 3:
+            operand[0::2] = math.nan
+    _, pool = update.run(update.kernel)
+    assert pool[0].eq(0.5).all()
+    assert pool[5].isfinite().all()
 
 
 @given(slots=st.lists(st.integers(0, NUM_SLOTS), min_size=1, max_size=4), make=st.sampled_from(UPDATES))
