@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch._inductor.dependencies import MemoryDep, StarDep, WeakDep
-from torch._inductor.ir import MultiOutput, MultiOutputLayout
+from torch._inductor.ir import MultiOutput, MultiOutputLayout, NoneLayout
 from torch._inductor.loop_body import LoopBody, MemoryUsageType
 from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._inductor.virtualized import V
@@ -84,6 +84,8 @@ def _targets(name: str) -> list[str]:
     buffer = V.graph.scheduler.name_to_buf[name]
     if buffer.get_mutations():
         return list(buffer.get_mutations())
+    if isinstance(buffer.node.layout, NoneLayout):
+        return []  # an operator without a result: what it mutates has buffers of its own
     if isinstance(buffer.node.layout, MultiOutputLayout):
         users = [getattr(user.node, "node", None) for user in buffer.users]
         return [str(user.get_name()) for user in users if isinstance(user, MultiOutput)]

@@ -24,11 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     reports = examine_models(options.models, options.steps)
     print(table(reports))
-    recorded = check.read_record(options.record_file) if options.record_file.exists() else {}
     if options.json is not None:
         options.json.write_text(json.dumps({"versions": _versions(), "steps": as_json(reports)}, indent=1) + "\n")
+    recorded = check.read_record(options.record_file) if options.record_file.exists() else {}
     if options.record:
         check.write_record(options.record_file, reports, recorded)
+        recorded = check.read_record(options.record_file)
     failures = check.failures(reports, recorded) if options.check else []
     if failures:
         print(f"\n{len(failures)} failures:", *failures, sep="\n", file=sys.stderr)

@@ -1,79 +1,90 @@
-"""The steps of a model, as they are given to the report: decode, one layer of each kind of it, and a prefill.
+"""The graphs of a model's steps, cut as the engine compiles them, of a decode and of a prefill: what stands before the
+layers, one layer of each kind, and what follows them.
 
-Shapes: B rows, D hidden size.
+Shapes: B rows, L tokens, M tokens whose logits are wanted, D hidden size, R rows of the request table.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from hybrid_runtime.graphs.lowering.step import PoolArgument, Step
+from hybrid_runtime.engine.steps import StepOutputs, choose_greedily, known_tokens
+from hybrid_runtime.graphs.lowering.step import PoolArgument, Step, Trial
 from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory
 from hybrid_runtime.lowering_report.models import build_model
 from hybrid_runtime.lowering_report.trial import decode_trial
 from hybrid_runtime.memory.pools import Pool
+from hybrid_runtime.models.block import Block
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.models.mixers import AttentionMixer, MixerMemory
 from hybrid_runtime.models.spec import BlockSpec, MoeSpec
+from hybrid_runtime.ops.kernels import compiled_kernels
 from hybrid_runtime.ops.ragged import RaggedLayout
 
 BATCH = 8
-CONTEXT = 1024  # tokens that a decoding row attends to at most
+CONTEXT = 1024  # tokens that a row attends to at most
 PROMPTS = (96, 160)  # tokens of the sequences of a prefill
 KV_SLOTS, STATE_SLOTS = 65536, 1020  # with the null slot both are prime, as `PoolArgument` asks
 
 
-def steps_of(architecture: str) -> Iterator[Step]:
+def steps_of(architecture: str) -> list[Step]:
     """The steps of a model of this architecture, for a CUDA device, in bfloat16 with float32 states."""
+    trial = decode_trial(architecture)
     with FakeTensorMode():
         model = build_model(architecture, "cuda", torch.bfloat16)
+        model = model.with_kernels(compiled_kernels(model.device))
         kv, state = Pool(model.kv_layers(), KV_SLOTS, "cuda"), Pool(model.state_layers(), STATE_SLOTS, "cuda")
         req_to_token = torch.empty(BATCH + 1, CONTEXT, dtype=torch.int32, device="cuda")
         memory = StepMemory(kv.layers, state.layers, req_to_token)
-        decode_inputs = _decode_inputs()
-        hidden_BD = torch.empty(BATCH, model.spec.hidden_size, dtype=model.dtype, device="cuda")
-        prefill_inputs = _prefill_inputs()
-
-    def decode(inputs: DecodeInputs, memory: StepMemory) -> Tensor:
-        return model.decode(inputs, memory).argmax(-1)
-
-    decode_pools = _pools(memory, kv_rows=BATCH * CONTEXT, state_rows=BATCH)
-    trial = decode_trial(architecture)
-    yield Step(f"{architecture} decode", decode, (decode_inputs, memory), decode_pools, trial=trial)
-    yield from _layer_steps(architecture, model, hidden_BD, decode_inputs, memory)
-
-    def prefill(inputs: PrefillInputs, memory: StepMemory) -> Tensor:
-        return model.prefill(inputs, memory).argmax(-1)
-
-    prefill_pools = _pools(memory, kv_rows=sum(PROMPTS), state_rows=len(PROMPTS))
-    yield Step(f"{architecture} prefill", prefill, (prefill_inputs, memory), prefill_pools, is_captured=False)
+        decode_steps = _decode_steps(f"{architecture} decode", model, memory, trial)
+        return [*decode_steps, *_prefill_steps(f"{architecture} prefill", model, memory)]
 
 
-def _layer_steps(
-    architecture: str, model: HybridModel, hidden_BD: Tensor, inputs: DecodeInputs, memory: StepMemory
-) -> Iterator[Step]:
-    """Decode of the first layer of each kind, from residual stream to residual stream."""
-    kv_layers, state_layers = iter(memory.kv_layers), iter(memory.state_layers)
+def _decode_steps(name: str, model: HybridModel, memory: StepMemory, trial: Trial) -> Iterator[Step]:
+    inputs, last_token_R = _decode_inputs(), _indices(BATCH + 1)
+    x_BD = torch.empty(BATCH, model.spec.hidden_size, dtype=model.dtype, device="cuda")
+
+    def first(inputs: DecodeInputs, last_token_R: Tensor) -> Tensor:
+        return model.embed(known_tokens(inputs.token_ids_B, inputs.request_rows_B, last_token_R))
+
+    def last(x_BD: Tensor, inputs: DecodeInputs, last_token_R: Tensor) -> StepOutputs:
+        outputs = choose_greedily(model.logits(x_BD))
+        last_token_R.index_put_((inputs.request_rows_B,), outputs.greedy_ids_B)
+        return outputs
+
+    yield Step(f"{name}, first", first, (inputs, last_token_R), trial=trial)
+    for kind, block, memories in _kinds_of_layers(model, memory):
+        pools = _pools(block, memories, kv_rows=BATCH * CONTEXT, state_rows=BATCH)
+        yield Step(f"{name}, {kind}", block.decode, (x_BD, inputs, memories), pools)
+    yield Step(f"{name}, last", last, (x_BD, inputs, last_token_R))
+
+
+def _prefill_steps(name: str, model: HybridModel, memory: StepMemory) -> Iterator[Step]:
+    inputs = _prefill_inputs()
+    x_LD = torch.empty(sum(PROMPTS), model.spec.hidden_size, dtype=model.dtype, device="cuda")
+
+    def last(x_LD: Tensor, inputs: PrefillInputs) -> StepOutputs:
+        return choose_greedily(model.logits(x_LD[inputs.logits_tokens_M]))
+
+    yield Step(f"{name}, first", model.embed, (inputs.token_ids_L,), is_captured=False)
+    for kind, block, memories in _kinds_of_layers(model, memory):
+        pools = _pools(block, memories, kv_rows=sum(PROMPTS), state_rows=len(PROMPTS))
+        yield Step(f"{name}, {kind}", block.prefill, (x_LD, inputs, memories), pools, is_captured=False)
+    yield Step(f"{name}, last", last, (x_LD, inputs), is_captured=False)
+
+
+def _kinds_of_layers(model: HybridModel, memory: StepMemory) -> Iterator[tuple[str, Block, tuple[MixerMemory, ...]]]:
+    """The first layer of each kind, with its part of the pools."""
     seen: set[str] = set()
-    for block in model.blocks:
-        memories = [
-            MixerMemory(next(kv_layers if isinstance(mixer, AttentionMixer) else state_layers), memory.req_to_token)
-            for mixer in block.mixers
-        ]
+    for block, memories in zip(model.blocks, model.memories(memory), strict=True):
         kind = layer_kind(block.spec)
         if kind not in seen:
             seen.add(kind)
-            pools = tuple(
-                PoolArgument(name, tensor, BATCH * (CONTEXT if isinstance(mixer, AttentionMixer) else 1))
-                for mixer, mixer_memory in zip(block.mixers, memories, strict=True)
-                for name, tensor in mixer_memory.tensors.items()
-            )
-            yield Step(f"{architecture} decode, layer {kind}", block.decode, (hidden_BD, inputs, memories), pools)
+            yield kind, block, memories
 
 
 def layer_kind(spec: BlockSpec) -> str:
@@ -84,12 +95,13 @@ def layer_kind(spec: BlockSpec) -> str:
     return " + ".join([*mixers, "moe" if isinstance(spec.feed_forward, MoeSpec) else "mlp"])
 
 
-def _pools(memory: StepMemory, *, kv_rows: int, state_rows: int) -> tuple[PoolArgument, ...]:
+def _pools(
+    block: Block, memories: tuple[MixerMemory, ...], *, kv_rows: int, state_rows: int
+) -> tuple[PoolArgument, ...]:
     return tuple(
-        PoolArgument(f"{name} {depth}", tensor, num_rows)
-        for layers, num_rows in ((memory.kv_layers, kv_rows), (memory.state_layers, state_rows))
-        for depth, layer in enumerate(layers)
-        for name, tensor in layer.items()
+        PoolArgument(name, tensor, kv_rows if isinstance(mixer, AttentionMixer) else state_rows)
+        for mixer, memory in zip(block.mixers, memories, strict=True)
+        for name, tensor in memory.tensors.items()
     )
 
 
@@ -111,20 +123,20 @@ def _decode_inputs() -> DecodeInputs:
 
 def _prefill_inputs() -> PrefillInputs:
     num_tokens = sum(PROMPTS)
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+    with unset_fake_temporarily():
         layout = RaggedLayout.build(PROMPTS)  # its shapes depend on values, which fake tensors do not have
+    on_host = ("lengths_S", "starts_S")
     tensors = {
-        field.name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
-        for field in dataclasses.fields(layout)
-        if isinstance(value := getattr(layout, field.name), Tensor)
+        name: torch.empty(real.shape, dtype=real.dtype, device="cpu" if name in on_host else "cuda")
+        for name, real in vars(layout).items()
     }
     return PrefillInputs(
-        layout=dataclasses.replace(layout, **tensors),
+        layout=RaggedLayout(**tensors),
         token_ids_L=_indices(num_tokens),
         positions_L=_indices(num_tokens),
         kv_slots_L=_indices(num_tokens),
         request_rows_S=_indices(len(PROMPTS)),
-        context_lens=PROMPTS,
+        context_lens_S=torch.empty(len(PROMPTS), dtype=torch.int64),
         working_slots_S=_indices(len(PROMPTS)),
         state_slots_R=_indices(len(PROMPTS)),
         logits_tokens_M=_indices(len(PROMPTS)),
