@@ -152,7 +152,8 @@ inline int64_t attend_piece(const DecodeOperands& p, int64_t table_row, const Pi
     }
     int64_t h = 0;
     for (; h + 4 <= heads_per_group; h += 4) {
-      weigh_values<4>(score_HT + h * kPieceLength, values, length, value_dim, result + h * result_stride + 2, result_stride);
+      weigh_values<4>(score_HT + h * kPieceLength, values, length, value_dim, result + h * result_stride + 2,
+                      result_stride);
     }
     const C* weight_HT = score_HT + h * kPieceLength;
     C* sum_HV = result + h * result_stride + 2;
@@ -224,7 +225,8 @@ inline Tensor decode_attention(const Tensor& q, const Tensor& k_pool, const Tens
   const View table_RT = view_of(req_to_token, "req_to_token", {kAny, kAny});
   const View rows_B = view_of(request_rows, "request_rows_B", {num_rows});
   const View lens_B = view_of(context_lens, "context_lens_B", {num_rows});
-  require(k_UGD.sizes[1] > 0 && num_heads % k_UGD.sizes[1] == 0, "k_pool has ", k_UGD.sizes[1], " heads for ", num_heads);
+  require(k_UGD.sizes[1] > 0 && num_heads % k_UGD.sizes[1] == 0, "k_pool has ", k_UGD.sizes[1], " heads for ",
+          num_heads);
   require(k_UGD.dtype == v_UGV.dtype, "k_pool and v_pool must have one dtype");
   require_inner_contiguous(k_UGD, 3, 2);
   require_inner_contiguous(v_UGV, 3, 2);

@@ -42,25 +42,33 @@ inline void read_weights(const ConvWeights& p, int64_t first, int64_t count, C* 
   }
 }
 
-// y = Σ_w taps[w] ∘ weight[w] + bias for `count` channels; `total_D` is scratch.
+// y = Σ_w taps[w] ∘ weight[w] + bias for `count` channels, and a number of taps known to the compiler.
+template <int TAPS, class X, class C>
+inline void weigh_fixed_taps(const X* const* taps, const C* weight_WD, bool has_bias, int64_t count, X* y_D) {
+#pragma omp simd
+  for (int64_t d = 0; d < count; ++d) {
+    C total = load<C>(taps[0][d]) * weight_WD[d];
+    for (int tap = 1; tap < TAPS; ++tap) total += load<C>(taps[tap][d]) * weight_WD[tap * count + d];
+    y_D[d] = store<X>(has_bias ? total + weight_WD[TAPS * count + d] : total);
+  }
+}
+
+// The same for any number of taps, in passes over `total_D`.
 template <class X, class C>
 inline void weigh_taps(const X* const* taps, int64_t num_taps, const C* weight_WD, bool has_bias, int64_t count,
                        C* total_D, X* y_D) {
-#pragma omp simd
-  for (int64_t d = 0; d < count; ++d) total_D[d] = load<C>(taps[0][d]) * weight_WD[d];
-  for (int64_t tap = 1; tap < num_taps; ++tap) {
+  if (num_taps == 4) return weigh_fixed_taps<4>(taps, weight_WD, has_bias, count, y_D);
+  std::fill_n(total_D, count, C{0});
+  for (int64_t tap = 0; tap < num_taps; ++tap) {
     const X* x_D = taps[tap];
     const C* weight_D = weight_WD + tap * count;
 #pragma omp simd
     for (int64_t d = 0; d < count; ++d) total_D[d] += load<C>(x_D[d]) * weight_D[d];
   }
-  if (has_bias) {
-    const C* bias_D = weight_WD + num_taps * count;
 #pragma omp simd
-    for (int64_t d = 0; d < count; ++d) total_D[d] += bias_D[d];
+  for (int64_t d = 0; d < count; ++d) {
+    y_D[d] = store<X>(has_bias ? total_D[d] + weight_WD[num_taps * count + d] : total_D[d]);
   }
-#pragma omp simd
-  for (int64_t d = 0; d < count; ++d) y_D[d] = store<X>(total_D[d]);
 }
 
 // A copy of x if its channels don't lie side by side.
@@ -126,12 +134,12 @@ inline Tensor conv_step(const Tensor& x, const Tensor& weight, const std::option
 template <class X>
 inline const X* input_at(const View& x_LD, const View& windows_SWD, int64_t token, int64_t offset, int64_t sequence,
                          int64_t back) {
-  return offset >= back ? x_LD.at<X>(token - back)
-                        : windows_SWD.at<X>(sequence, windows_SWD.sizes[1] + offset - back);
+  return offset >= back ? x_LD.at<X>(token - back) : windows_SWD.at<X>(sequence, windows_SWD.sizes[1] + offset - back);
 }
 
-// x [L, D] in sequences [L] (S: padding) at offsets [L]; windows [S, W - 1, D] of the dtype of x. For each of R requested
-// states its sequence, its length and the flat index behind its last token. Returns y [L, D] and windows [R, W - 1, D].
+// x [L, D] in sequences [L] (S: padding) at offsets [L]; windows [S, W - 1, D] of the dtype of x. For each of R
+// requested states its sequence, its length and the flat index behind its last token. Returns y [L, D] and windows
+// [R, W - 1, D].
 inline std::tuple<Tensor, Tensor> causal_conv(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                                               const Tensor& windows, const Tensor& token_sequence,
                                               const Tensor& token_offset, const Tensor& state_sequence,
@@ -195,7 +203,8 @@ inline std::tuple<Tensor, Tensor> causal_conv(const Tensor& x, const Tensor& wei
     for (int64_t state = 0; state < num_states; ++state) {
       const int64_t length = *length_R.at<int64_t>(state), last = *end_R.at<int64_t>(state) - 1;
       for (int64_t tap = 0; tap + 1 < num_taps; ++tap) {
-        const X* from = input_at<X>(x_LD, windows_SWD, last, length - 1, *sequence_R.at<int64_t>(state), num_taps - 2 - tap);
+        const X* from =
+            input_at<X>(x_LD, windows_SWD, last, length - 1, *sequence_R.at<int64_t>(state), num_taps - 2 - tap);
         std::memcpy(states_RWD.at<X>(state, tap), from, num_channels * sizeof(X));
       }
     }

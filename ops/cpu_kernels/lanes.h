@@ -89,9 +89,10 @@ inline Floats sum_lanes(const Floats (&sums)[16]) {
   for (int n = 0; n < 4; ++n) {
     const __m512* s = reinterpret_cast<const __m512*>(sums) + 4 * n;
     const __m512d low = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(s[0], s[1]), _mm512_unpackhi_ps(s[0], s[1])));
-    const __m512d high = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(s[2], s[3]), _mm512_unpackhi_ps(s[2], s[3])));
-    quarter[n] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
-                               _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+    const __m512d high =
+        _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(s[2], s[3]), _mm512_unpackhi_ps(s[2], s[3])));
+    quarter[n] =
+        _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
   }
   const auto add_halves = [](__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));

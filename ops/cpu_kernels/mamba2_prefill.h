@@ -4,73 +4,20 @@
 //
 //   y_t = K_t (h · c_t) + Σ_{j<=t} D_tj (b_j · c_t) dt_j x_j        h := K_T h + Σ_j D_Tj dt_j x_j b_jᵀ
 //
-// so that the state is read and written once per block. b_j · c_t is the same for all heads of a group. T = 4 is near the
-// least arithmetic per token that a state kept in registers allows, and decays are products of a few factors: nothing
+// so that the state is read and written once per block: 2 T + 1 operations for T tokens on each of its elements, where
+// the recurrence has 3 T. b_j · c_t is the same for all heads of a group. Decays are products of a few factors: nothing
 // cancels, as it would in differences of running sums, and no chunk-sized matrix exists.
 #pragma once
 
 #include "lanes.h"
+#include "sequences.h"
 #include "tensor_view.h"
 
 namespace hybrid_runtime {
 
-constexpr int kBlockTokens = 4;
 constexpr int kBlockRows = 4;  // of a head's state
 
 inline int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
-
-// Tokens that follow each other in one sequence; the states at their end are asked for by the rows `states`.
-struct Segment {
-  int64_t begin, end;
-  std::vector<int64_t> states;
-};
-
-// Up to T tokens of a segment.
-struct Block {
-  int64_t begin, count;
-};
-
-// Each sequence cut where a state is asked for. Refuses indices that don't lay sequences one behind the other.
-inline std::vector<std::vector<Segment>> cut_sequences(const Tensor& token_sequence, const Tensor& token_offset,
-                                                       const Tensor& state_sequence, const Tensor& state_length,
-                                                       int64_t num_tokens, int64_t num_sequences) {
-  const View sequence_L = view_of(token_sequence, "token_sequence_L", {num_tokens});
-  const View offset_L = view_of(token_offset, "token_offset_L", {num_tokens});
-  const View sequence_R = view_of(state_sequence, "state_sequence_R", {kAny});
-  const int64_t num_states = sequence_R.sizes[0];
-  const View length_R = view_of(state_length, "state_length_R", {num_states});
-  for (const View& indices : {sequence_L, offset_L, sequence_R, length_R}) {
-    require_dtype(indices, ScalarType::Long, "int64");
-  }
-  std::vector<int64_t> start(num_sequences, 0), length(num_sequences, 0);
-  for (int64_t token = 0; token < num_tokens; ++token) {
-    const int64_t sequence = *sequence_L.at<int64_t>(token), offset = *offset_L.at<int64_t>(token);
-    require(0 <= sequence && sequence <= num_sequences, "token ", token, " can't be of sequence ", sequence);
-    if (sequence == num_sequences) continue;
-    if (length[sequence] == 0) start[sequence] = token;
-    require(offset == length[sequence] && token == start[sequence] + offset, "token ", token, " can't be number ", offset,
-            " of sequence ", sequence);
-    ++length[sequence];
-  }
-  std::vector<std::vector<Segment>> segments(num_sequences);
-  for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
-    if (length[sequence] > 0) segments[sequence].push_back({start[sequence], start[sequence] + length[sequence], {}});
-  }
-  for (int64_t state = 0; state < num_states; ++state) {
-    const int64_t sequence = *sequence_R.at<int64_t>(state), covered = *length_R.at<int64_t>(state);
-    require(0 <= sequence && sequence < num_sequences && 1 <= covered && covered <= length[sequence], "state ", state,
-            " can't cover ", covered, " tokens of sequence ", sequence);
-    const int64_t end = start[sequence] + covered;
-    auto& own = segments[sequence];
-    auto at = std::find_if(own.begin(), own.end(), [end](const Segment& segment) { return end <= segment.end; });
-    if (end < at->end) {
-      at = own.insert(at, {at->begin, end, {}});
-      (at + 1)->begin = end;
-    }
-    at->states.push_back(state);
-  }
-  return segments;
-}
 
 // One operand per token as floats, [G, L, N] with N rounded up to lanes and zeros behind.
 struct TokenVectors {
@@ -189,8 +136,8 @@ inline void advance_block(const Mamba2Prefill& p, const Block& block, int64_t he
   }
   for (int64_t row = 0; row < s.rows; row += kBlockRows) {
     float products[16];
-    store_lanes(advance_rows(h_PN + row * s.width, s.width, b_TN, c_TN, kept[kBlockTokens - 1], s.weight_TP.data() + row,
-                             s.rows),
+    store_lanes(advance_rows(h_PN + row * s.width, s.width, b_TN, c_TN, kept[kBlockTokens - 1],
+                             s.weight_TP.data() + row, s.rows),
                 products);
     for (int r = 0; r < kBlockRows; ++r) {
       for (int t = 0; t < kBlockTokens; ++t) s.h_dot_c_TP[t * s.rows + row + r] = products[r * kBlockTokens + t];
@@ -214,17 +161,8 @@ inline void advance_block(const Mamba2Prefill& p, const Block& block, int64_t he
   }
 }
 
-template <class F>
-inline void for_each_block(const std::vector<Segment>& segments, const F& function) {
-  for (const Segment& segment : segments) {
-    for (int64_t begin = segment.begin; begin < segment.end; begin += kBlockTokens) {
-      function(Block{begin, std::min<int64_t>(kBlockTokens, segment.end - begin)});
-    }
-  }
-}
-
-// Heads `first` to `last` over one sequence, from its first state to the states asked for. Blocks outside, heads inside:
-// x and y are walked along in memory, b and c stay in the nearest cache, the heads' states in the next.
+// Heads `first` to `last` over one sequence, from its first state to the states asked for. Blocks outside, heads
+// inside: x and y are walked along in memory, b and c stay in the nearest cache, the heads' states in the next.
 template <class X>
 inline void run_sequence(const Mamba2Prefill& p, const std::vector<Segment>& segments, int64_t sequence, int64_t first,
                          int64_t last, int64_t num_groups, HeadScratch& s) {
@@ -253,8 +191,8 @@ inline void run_sequence(const Mamba2Prefill& p, const std::vector<Segment>& seg
 
 constexpr int64_t kCachedStateBytes = 512 << 10;  // of the states that one thread works on, half a usual L2 cache
 
-// x [L, H, P], dt [L, H], a [H], b and c [L, G, N], h0 [S, H, P, N] float32; sequences as for `causal_conv`. Returns y like
-// x (padding tokens: 0) and the states [R, H, P, N] float32.
+// x [L, H, P], dt [L, H], a [H], b and c [L, G, N], h0 [S, H, P, N] float32; sequences as for `causal_conv`. Returns y
+// like x (padding tokens: 0) and the states [R, H, P, N] float32.
 inline std::tuple<Tensor, Tensor> mamba2_prefill(const Tensor& x, const Tensor& dt, const Tensor& a, const Tensor& b,
                                                  const Tensor& c, const Tensor& h0, const Tensor& token_sequence,
                                                  const Tensor& token_offset, const Tensor& state_sequence,
@@ -304,7 +242,8 @@ inline std::tuple<Tensor, Tensor> mamba2_prefill(const Tensor& x, const Tensor& 
       HeadScratch scratch(std::min(cached_heads, end - begin), head_dim, state_dim);
       for (int64_t first = begin; first < end; first += cached_heads) {
         for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
-          run_sequence<X>(p, segments[sequence], sequence, first, std::min(first + cached_heads, end), num_groups, scratch);
+          run_sequence<X>(p, segments[sequence], sequence, first, std::min(first + cached_heads, end), num_groups,
+                          scratch);
         }
       }
     });

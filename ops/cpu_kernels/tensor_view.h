@@ -55,7 +55,8 @@ inline View view_of(const Tensor& tensor, const char* name, std::initializer_lis
   int axis = 0;
   for (int64_t expected : shape) {
     int64_t size = tensor.size(axis);
-    require(expected == kAny || expected == size, name, " must have size ", expected, " on axis ", axis, ", not ", size);
+    require(expected == kAny || expected == size, name, " must have size ", expected, " on axis ", axis, ", not ",
+            size);
     view.sizes[axis] = size;
     view.strides[axis] = tensor.stride(axis);
     ++axis;
@@ -70,8 +71,8 @@ inline void require_dtype(const View& view, ScalarType dtype, const char* dtype_
 inline void require_inner_contiguous(const View& view, int rank, int num_leading) {
   int64_t expected = 1;
   for (int axis = rank - 1; axis >= num_leading; --axis) {
-    require(view.sizes[axis] <= 1 || view.strides[axis] == expected, view.name,
-            " must be contiguous behind its first ", num_leading, " axes");
+    require(view.sizes[axis] <= 1 || view.strides[axis] == expected, view.name, " must be contiguous behind its first ",
+            num_leading, " axes");
     expected *= view.sizes[axis];
   }
 }
@@ -126,6 +127,8 @@ inline C read_scalar(const View& view, int64_t i, int64_t j = 0) {
 }
 
 // How many units of `bytes_per_unit` a thread must have before a second thread pays.
-inline int64_t grain_for(int64_t bytes_per_unit) { return std::max<int64_t>(1, (64 << 10) / std::max<int64_t>(1, bytes_per_unit)); }
+inline int64_t grain_for(int64_t bytes_per_unit) {
+  return std::max<int64_t>(1, (64 << 10) / std::max<int64_t>(1, bytes_per_unit));
+}
 
 }  // namespace hybrid_runtime
