@@ -87,6 +87,7 @@ def compiled_kernels(device: torch.device) -> Kernels:
         return dataclasses.replace(
             for_any_batch,
             linear=cpu_kernels.linear,
+            mamba2_chunked=cpu_kernels.mamba2_chunked,
             causal_conv=cpu_kernels.causal_conv,
             conv_step=cpu_kernels.conv_step,
             mamba2_step=cpu_kernels.mamba2_step,

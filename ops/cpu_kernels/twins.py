@@ -10,7 +10,7 @@ from einops import einsum
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_runtime.ops import attention, conv, gdn, kda, mamba2
+from hybrid_runtime.ops import attention, conv, gdn, kda, mamba2, opaque
 from hybrid_runtime.ops.cpu_kernels import schemas  # noqa: F401 (defines the operators)
 from hybrid_runtime.ops.cpu_kernels.build import ensure_built
 from hybrid_runtime.ops.ragged import RaggedLayout
@@ -50,7 +50,7 @@ def mamba2_chunked(
     """
     operands = (x_LHP, dt_LH, a_H, b_LGN, c_LGN, h0_SHPN)
     if not {operand.dtype for operand in operands} <= {torch.bfloat16, torch.float32}:
-        return mamba2.mamba2_chunked(*operands, layout)
+        return opaque.mamba2_chunked(*operands, layout)
     _build_unless_traced()
     return _ops.mamba2_prefill(
         x_LHP,
