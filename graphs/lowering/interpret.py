@@ -5,9 +5,7 @@ For a process started with TRITON_INTERPRET=1, which can't lower: the module com
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch

@@ -1,8 +1,8 @@
 """Puts right what Triton's interpreter computes otherwise than a GPU, for generated and for hand-written kernels.
 
-The interpreter keeps bfloat16 as bits in uint16 arrays. Casts from float32 truncate, where a GPU rounds to nearest even;
-matrix products and arithmetic work on the bits as if they were numbers. Functions of libdevice are declarations of
-external code and return None.
+The interpreter keeps bfloat16 as bits in uint16 arrays. Casts from float32 truncate, where a GPU rounds to nearest
+even; matrix products and arithmetic work on the bits as if they were numbers. Functions of libdevice are declarations
+of external code and return None.
 
 Triton decides when it is imported whether it interprets: this is for a process started with TRITON_INTERPRET=1.
 """

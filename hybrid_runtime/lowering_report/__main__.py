@@ -10,19 +10,28 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybrid_runtime.graphs.lowering.report import StepReport
 
 RECORD = Path(__file__).with_name("launches.toml")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the report and returns the exit status: 1 if `--check` found something."""
-    options = _parser().parse_args(arguments)
+    options = parse_options(arguments)
     os.environ.setdefault("TORCH_WARM_POOL", "0")  # read by torch at import: no worker processes for a few kernels
-    from hybrid_runtime.graphs.lowering import check
-    from hybrid_runtime.graphs.lowering.report import as_json, table
     from hybrid_runtime.lowering_report.run import examine_models
 
-    reports = examine_models(options.models, options.steps)
+    return publish(examine_models(options.models, options.steps), options)
+
+
+def publish(reports: Sequence[StepReport], options: argparse.Namespace) -> int:
+    """Prints, writes, records and checks reports, as the options say; the exit status."""
+    from hybrid_runtime.graphs.lowering import check
+    from hybrid_runtime.graphs.lowering.report import as_json, table
+
     print(table(reports))
     if options.json is not None:
         options.json.write_text(json.dumps({"versions": _versions(), "steps": as_json(reports)}, indent=1) + "\n")
@@ -36,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line's options."""
     parser = argparse.ArgumentParser(prog="python -m hybrid_runtime.lowering_report", description=__doc__)
     parser.add_argument("--models", nargs="+", metavar="NAME", help="architectures (default: all)")
     parser.add_argument("--steps", nargs="+", metavar="TEXT", help="only steps whose name has one of these in it")
@@ -46,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--record", action="store_true", help="record the launches as the new limit")
     parser.add_argument("--record-file", type=Path, default=RECORD, metavar="FILE", help="default: %(default)s")
-    return parser
+    return parser.parse_args(arguments)
 
 
 def _versions() -> dict[str, str]:

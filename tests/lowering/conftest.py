@@ -26,8 +26,14 @@ def reports(lowered: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def interpreted(lowered: Path) -> dict[str, list[dict[str, Any]]]:
-    """How far the generated modules of the small steps, and eager, are from float64."""
+def interpreted(lowered: Path) -> Path:
+    """The same folder, with what `interpret_cases` wrote into it."""
     must_run("-m", "tests.lowering.interpret_cases", str(lowered), TRITON_INTERPRET="1")
-    found: dict[str, list[dict[str, Any]]] = json.loads((lowered / "interpreted.json").read_text())
+    return lowered
+
+
+@pytest.fixture(scope="session")
+def comparisons(interpreted: Path) -> dict[str, list[dict[str, Any]]]:
+    """How far the generated modules of the small steps, and eager, are from float64."""
+    found: dict[str, list[dict[str, Any]]] = json.loads((interpreted / "interpreted.json").read_text())
     return found

@@ -1,7 +1,7 @@
 """`TRITON_INTERPRET=1 python -m tests.lowering.interpret_cases FOLDER`: runs what `lower_cases` lowered, beside eager.
 
 Writes, for each result and each mutated argument of a small step, how far the generated module and eager are from
-float64 (root mean squares), and how large the numbers are.
+float64 (root mean squares), and how large the numbers are. Runs the kernel of `interpret_kernel` as well.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.graphs.lowering.interpret import run_generated
+from tests.lowering import interpret_kernel
 from tests.lowering.small_steps import SMALL_STEPS, SmallStep, widened
 
 
@@ -25,6 +26,7 @@ def main(folder: Path) -> None:
         with torch.no_grad():
             compared[name] = compare(small, lowered["code"], lowered["order"])
     (folder / "interpreted.json").write_text(json.dumps(compared))
+    (folder / "kernel.json").write_text(json.dumps(interpret_kernel.differences()))
 
 
 def compare(small: SmallStep, code: str, order: list[int]) -> list[dict[str, Any]]:

@@ -10,15 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` in the repository, with the given variables set."""
-    return subprocess.run(
+def must_run(*arguments: str, **environment: str) -> str:
+    """What `python ARGUMENTS` prints in the repository, with the given variables set; a failed run fails the test."""
+    run = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
     )
-
-
-def must_run(*arguments: str, **environment: str) -> str:
-    """What a successful run prints; a failed one fails the test with what it said."""
-    run = run_python(*arguments, **environment)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     return run.stdout

@@ -78,10 +78,10 @@ def _gdn_arguments() -> tuple[Tensor, ...]:
 
 
 def _attention(q_BHD: Tensor, key_BGD: Tensor, value_BGD: Tensor, *memory: Tensor) -> tuple[Tensor, ...]:
-    k_pool, v_pool, kv_slots_B, *table = memory
+    k_pool, v_pool, kv_slots_B, table, rows_B, context_lens_B = memory
     k_pool.index_put_((kv_slots_B,), key_BGD)
     v_pool.index_put_((kv_slots_B,), value_BGD)
-    return (decode_attention(q_BHD, k_pool, v_pool, *table, CONTEXT, scale=0.25),)
+    return (decode_attention(q_BHD, k_pool, v_pool, table, rows_B, context_lens_B, CONTEXT, scale=0.25),)
 
 
 def _attention_arguments() -> tuple[Tensor, ...]:
