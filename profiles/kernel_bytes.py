@@ -40,7 +40,7 @@ class Comparison:
     """A PyTorch form and its kernel, called with the same fake tensors.
 
     `pools`: those among `arguments` that are indexed by slot, and how many slots one call touches; `results`: bytes
-    that a call must write, in and outside of pools.
+    that a call must write, in and outside of pools; `is_captured`: whether it is part of a captured step.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Comparison:
     arguments: tuple[Any, ...]
     pools: tuple[PoolArgument, ...]
     results: int
+    is_captured: bool = True
 
     @property
     def needed(self) -> int:
@@ -59,7 +60,8 @@ class Comparison:
 
     def examine(self, form: Form) -> StepReport:
         # a lambda, since the report compiles a function anew for each step
-        return examine(Step(self.name, lambda *arguments: form(*arguments), self.arguments, self.pools))
+        step = Step(self.name, lambda *arguments: form(*arguments), self.arguments, self.pools, self.is_captured)
+        return examine(step)
 
 
 def comparisons(num_rows: int, context_len: int) -> Iterator[Comparison]:
@@ -180,7 +182,8 @@ def _copies(empty: Callable[..., Tensor], slots_B: Tensor) -> Comparison:
 
     arguments = (chunks, slots_B, slots_B, *tensors)
     name = f"copy_slots, {NUM_COPIED_LAYERS} layers"
-    return Comparison(name, twin, kernel, arguments, pools, sum(pool.bytes_touched for pool in pools))
+    results = sum(pool.bytes_touched for pool in pools)
+    return Comparison(name, twin, kernel, arguments, pools, results, is_captured=False)
 
 
 def measure(comparison: Comparison, *, kernels_only: bool) -> dict[str, Any]:

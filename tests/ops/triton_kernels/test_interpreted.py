@@ -3,7 +3,7 @@
 They have a process of their own, since Triton decides when it is imported whether it interprets. Hence their file
 names, which pytest does not collect. To run one file by hand:
 
-    TRITON_INTERPRET=1 python -m pytest -p tests.ops.triton_kernels.interpreted.repairs FILE
+    TRITON_INTERPRET=1 python -m pytest -p tests.ops.triton_kernels.interpreted.plugin FILE
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILES = ["state_updates.py", "short_conv.py", "slot_copies.py", "decode.py"]
 
 
 def test_kernels_in_the_interpreter() -> None:
-    plugins = ["-p", "no:cacheprovider", "-p", "tests.ops.triton_kernels.interpreted.repairs"]
+    plugins = ["-p", "no:cacheprovider", "-p", "tests.ops.triton_kernels.interpreted.plugin"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *plugins, *(FOLDER / file for file in FILES)],
         cwd=ROOT,
