@@ -7,8 +7,9 @@ measurement shows that what Inductor makes of it falls short, there is a hand-wr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,6 +62,33 @@ REFERENCE = Kernels(
     decode_mla=decode_mla,
     moe_feed_forward=moe_feed_forward,
 )
+
+
+@dataclass(frozen=True)
+class SlotCopies:
+    """Copies and clears of whole slots in all tensors of a pool."""
+
+    copy: Callable[[Tensor, Tensor], None]  # sources, destinations: int64 `[n]` each; no slot is both
+    clear: Callable[[Tensor], None]  # writes zeros to slots, int64 `[n]`
+
+
+def slot_copies(tensors: Sequence[Tensor], device: torch.device) -> SlotCopies:
+    """The form for a device: on CUDA one launch for all tensors, where a loop would take one or two for each."""
+    if device.type == "cuda":
+        from hybrid_runtime.ops.triton_kernels import SlotTable, clear_slots, copy_slots
+
+        table = SlotTable.of(tensors)
+        return SlotCopies(partial(copy_slots, table), partial(clear_slots, table))
+
+    def copy(sources: Tensor, destinations: Tensor) -> None:
+        for tensor in tensors:
+            tensor[destinations] = tensor[sources]
+
+    def clear(slots: Tensor) -> None:
+        for tensor in tensors:
+            tensor[slots] = 0
+
+    return SlotCopies(copy, clear)
 
 
 def compiled_kernels(device: torch.device) -> Kernels:

@@ -29,7 +29,7 @@ _NUM_LOGITS = 7
 
 
 class CompiledSteps:
-    """`Steps` as compiled graphs: of a prefill of any batch, of a decode of one row, and of a decode of more.
+    """`Steps` as compiled graphs: of a prefill and of a decode, of any batch.
 
     A kind of block is compiled once and called at each of its depths: a graph of all depths of a 32-layer model took
     over a minute to compile. Sizes are dynamic rather than bucketed, so that nothing is computed for padding, and one
@@ -43,6 +43,7 @@ class CompiledSteps:
 
         `report` is told what is being compiled. Raises CompilerNotFound on a CPU without a C++ compiler.
         """
+        self.can_be_captured = model.device.type == "cuda"
         report("kernels")
         self._model = model.with_kernels(compiled_kernels(model.device))
         self._last_token_R = last_token_R
@@ -57,20 +58,17 @@ class CompiledSteps:
             (_embed_prompt, prefill.token_ids_L),
             (_choose, prefill.logits_tokens_M),
         )
-        self._decode: list[_Graphs] = []  # of one row, of more
-        for num_rows in (1, 2):
-            report("decode of one row" if num_rows == 1 else "decode of several rows")
-            decode = _example_decode(num_rows, model.device)
-            self._decode.append(
-                _Graphs(
-                    self._model,
-                    pools,
-                    _decode_block,
-                    decode,
-                    (_embed_known, decode.token_ids_B, decode.request_rows_B, last_token_R),
-                    (_choose_and_keep, decode.request_rows_B, last_token_R),
-                )
-            )
+        report("decode")
+        decode = _example_decode(model.device)
+        rows = (decode.request_rows_B, last_token_R)
+        self._decode = _Graphs(
+            self._model,
+            pools,
+            _decode_block,
+            decode,
+            (_embed_known, decode.token_ids_B, *rows),
+            (_choose_and_keep, *rows),
+        )
 
     @torch.no_grad()
     def prefill(self, inputs: PrefillInputs) -> StepOutputs:
@@ -78,9 +76,8 @@ class CompiledSteps:
 
     @torch.no_grad()
     def decode(self, inputs: DecodeInputs) -> StepOutputs:
-        graphs = self._decode[min(len(inputs.token_ids_B), 2) - 1]
         rows = (inputs.request_rows_B, self._last_token_R)
-        return graphs.run(inputs, (inputs.token_ids_B, *rows), rows)
+        return self._decode.run(inputs, (inputs.token_ids_B, *rows), rows)
 
 
 class _Graphs:
@@ -101,8 +98,7 @@ class _Graphs:
     ) -> None:
         self._model = model
         x_ND = first[0](model, *first[1:])
-        if len(x_ND) > 1:
-            mark_dynamic([x_ND])
+        mark_dynamic([x_ND])
         self._first = CompiledFunction(first[0], model, *first[1:])
         kinds: dict[object, CompiledFunction] = {}
         self._blocks: list[tuple[CompiledFunction, Block, Sequence[MixerMemory]]] = []
@@ -146,11 +142,11 @@ def _choose_and_keep(model: HybridModel, x_BD: Tensor, request_rows_B: Tensor, l
     return outputs
 
 
-def _example_decode(num_rows: int, device: torch.device) -> DecodeInputs:
-    """Padding rows."""
+def _example_decode(device: torch.device) -> DecodeInputs:
+    """Two padding rows."""
 
     def zeros() -> Tensor:
-        return torch.zeros(num_rows, dtype=torch.int64, device=device)
+        return torch.zeros(2, dtype=torch.int64, device=device)
 
     inputs = DecodeInputs(
         token_ids_B=zeros(),
@@ -161,8 +157,7 @@ def _example_decode(num_rows: int, device: torch.device) -> DecodeInputs:
         max_context_len=1,
         working_slots_B=zeros(),
     )
-    if num_rows > 1:
-        mark_dynamic(_tensors(inputs))
+    mark_dynamic(_tensors(inputs))
     return inputs
 
 

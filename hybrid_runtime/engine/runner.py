@@ -17,7 +17,7 @@ from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.prepared import PreparedDecode, PreparedPrefill, PreparedStep, SampledRows, prepare_step
 from hybrid_runtime.engine.results import ForwardResult, RankedLogprobs, SampledToken, ScoredToken, rank_logprobs
 from hybrid_runtime.engine.steps import EagerSteps, StepOutputs, Steps
-from hybrid_runtime.graphs.decode_runner import FIELDS, DecodeRunner
+from hybrid_runtime.graphs.decode_runner import FIELDS, DecodeRunner, batch_buckets
 from hybrid_runtime.graphs.read_back import ReadBack
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.ops.ragged import DEFAULT_CHUNK_SIZE
@@ -90,8 +90,14 @@ class ModelRunner:
         with torch.inference_mode(False):  # as the pools: writable in either mode
             self.last_token_R = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
         self.steps = make_steps(model, memory.step_memory, self.last_token_R)
+        capture = self.steps.can_be_captured
         self._decode_runner = DecodeRunner(
-            self.steps.decode, max_batch=num_rows - 1, max_context_len=max_model_len, device=model.device
+            self.steps.decode,
+            max_batch=num_rows - 1,
+            max_context_len=max_model_len,
+            device=model.device,
+            buckets=batch_buckets(num_rows - 1) if capture else None,
+            capture=capture,
         )
 
     def prepare(self, step: ScheduledStep) -> PreparedStep:

@@ -29,6 +29,8 @@ class Steps(Protocol):
     A decode also reads and writes the token chosen last for each row of the request table.
     """
 
+    can_be_captured: bool  # whether a decode is the same launches in the same order for each batch of a size
+
     def prefill(self, inputs: PrefillInputs) -> StepOutputs:
         """Of the tokens that `inputs.logits_tokens_M` names."""
 
@@ -38,6 +40,8 @@ class Steps(Protocol):
 
 class EagerSteps:
     """`Steps` operation by operation, in the model's own forms."""
+
+    can_be_captured = False
 
     def __init__(self, model: HybridModel, memory: StepMemory, last_token_R: Tensor) -> None:
         self.model = model

@@ -79,7 +79,7 @@ class MemorySlots:
 
     def close(self) -> None:
         self._unpin()
-        self._pool.layers = ()
+        self._pool.free()
 
     def _wait_unless_on_stream(self, layer: dict[str, Tensor]) -> None:
         if self._device.type == "cuda" and any(tensor.device.type != "cuda" for tensor in layer.values()):

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_runtime.ops.kernels import slot_copies
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -41,19 +43,24 @@ class Pool:
                 }
                 for layer in layers
             )
+        tensors = [tensor for layer in self.layers for tensor in layer.values()]
+        self._copies = slot_copies(tensors, torch.device(device))
+
+    def free(self) -> None:
+        """Gives the memory back; nothing can be copied afterwards."""
+        self.layers = ()
+        self._copies = slot_copies((), torch.device("cpu"))
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
         """Copies slot contents in every layer: `destinations[i]` gets what `sources[i]` holds. int64 `[n]` each.
 
         No slot may be both a source and a destination of one call.
         """
-        for layer in self.layers:
-            for tensor in layer.values():
-                tensor[destinations] = tensor[sources]
+        self._copies.copy(sources, destinations)
 
     def clear(self, slots: Tensor) -> None:
         """Writes zeros to the given slots (int64 `[n]`) in every layer."""
-        self.fill(slots, 0.0)
+        self._copies.clear(slots)
 
     def fill(self, slots: Tensor, value: float) -> None:
         """Writes `value` to the given slots (int64 `[n]`) in every layer; tests poison released slots with NaN."""

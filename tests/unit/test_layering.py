@@ -57,7 +57,7 @@ LAYERS = {
     ),
     "inspection": layer("inspection", layers="data slots control", packages="numpy rich"),
     "compute": layer("ops", packages="torch einops triton"),
-    "capture": layer("graphs", layers="compute", packages="torch"),
+    "capture": layer("graphs", layers="compute", packages="torch numpy"),
     "lowering": layer("graphs.lowering", layers="capture", packages="torch triton numpy"),
     "models": layer(
         "models sampling memory.available memory.plan memory.pools memory.host_file memory.host_plan memory.host_store",
