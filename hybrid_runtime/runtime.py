@@ -274,7 +274,7 @@ class HybridRuntime:
             self._driven.clear()
             self._undelivered.clear()
             self._abandon(list(self._engine.groups.values()))
-            self._engine.memory.free()
+            self._engine.close()
             self._is_closed = True
 
     def __enter__(self) -> HybridRuntime:

@@ -1,15 +1,18 @@
-"""The engine loop. One step: schedule, load, copy, run, apply."""
+"""The engine loop. One step: schedule, prepare, launch, and apply what has landed."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import nvtx
 
 from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.engine.completion import Stop
+from hybrid_runtime.engine.launching import DirectLauncher, FlyingStep, StepLauncher
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.request_group import RequestGroup
 from hybrid_runtime.engine.results import ForwardResult, RankedLogprobs, SampledToken, ScoredToken
@@ -17,7 +20,7 @@ from hybrid_runtime.engine.runner import ModelRunner
 from hybrid_runtime.errors import ReentrantCallError
 from hybrid_runtime.outputs import TokenLogprobs, token_logprobs
 from hybrid_runtime.scheduling.request import Request, RequestStatus
-from hybrid_runtime.scheduling.scheduler import DecodeRow, PrefillChunk, ScheduledStep, Scheduler
+from hybrid_runtime.scheduling.scheduler import ScheduledStep, Scheduler
 from hybrid_runtime.text.detokenizer import TokenDecoder
 
 _LOGGER = logging.getLogger(__name__)
@@ -25,8 +28,20 @@ _LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """A step between its launch and its landing, when its results are applied."""
+
+    step: ScheduledStep
+    flying: FlyingStep
+
+
 class Engine:
     """Drives requests through the model until they end.
+
+    With `overlaps` a step is scheduled and launched while the one before runs; else each has landed before the next.
+    Whatever is out of the ordinary waits until none is in flight. A request that ends while the next step already works
+    on it is delivered at once, and gives up its slots when that step has landed.
 
     A request whose forward raises, yields logits that are not numbers, or whose tokens the tokenizer cannot decode ends
     with `finish_reason="error"` and the message as `stop_reason`; those that shared the forward end as if nothing had
@@ -44,18 +59,27 @@ class Engine:
         *,
         tokenizer: TokenDecoder | None,
         debug_checks: bool,
+        launcher: StepLauncher | None = None,
+        overlaps: bool = False,
     ) -> None:
+        """`launcher`: None runs steps in the calling thread."""
         self.scheduler = scheduler
         self.runner = runner
         self.memory = memory
         self.tokenizer = tokenizer
         self.debug_checks = debug_checks
+        self.launcher = launcher or DirectLauncher(runner)
+        self.max_in_flight = 2 if overlaps else 1
+        self.in_flight: deque[Flight] = deque()  # the next to land comes first
+        if memory.tier is not None:
+            memory.tier.before_restore = self.launcher.finish
         self.groups: dict[str, RequestGroup] = {}  # unfinished
         self.progressed: dict[str, RequestGroup] = {}  # those with something new; whoever delivers them removes them
         self.num_steps = 0
         self.num_finished = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
+        self.num_wasted_rows = 0  # of requests that turned out to have ended with the step before
         self._is_settled = True  # False: the bookkeeping is half done, now or since an exception got out of it
         self._is_busy = False
         self._put_off: list[RequestGroup] = []  # to abort when the step that runs is over
@@ -63,7 +87,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a step has something to do or to deliver."""
-        return bool(self.groups or self.progressed)
+        return bool(self.groups or self.progressed or self.in_flight)
 
     def add(self, group: RequestGroup) -> None:
         """Queues a request under an id that no unfinished request has."""
@@ -86,6 +110,8 @@ class Engine:
             return
 
         def work() -> None:
+            if any(request.is_in_flight for request in group.requests):
+                self._land_all()
             for request in group.unfinished_requests:
                 self.scheduler.finish(request)
                 self._end(request, Stop("abort"))
@@ -96,17 +122,34 @@ class Engine:
         """One iteration; leaves in `progressed` the requests that have something new, those that ended included."""
 
         def work() -> None:
+            if len(self.in_flight) == self.max_in_flight:  # waiting for it was interrupted
+                self._land()
             if self.groups:
-                self._run_step()
+                self._advance()
+            if not self.groups:
+                self._land_all()
             if self.debug_checks:
-                self.memory.check(self.scheduler.running)
+                self.check()
 
         self._do("step()", work)
+
+    def check(self) -> None:
+        """Asserts that each slot has one owner. Valid between steps, with a step in flight, too."""
+        in_flight = [checkpoint for flight in self.in_flight for checkpoint in flight.step.unowned_checkpoints]
+        self.memory.check(self.scheduler.running, [checkpoint.state_slot for checkpoint in in_flight])
+
+    def close(self) -> None:
+        """Drops what is in flight and gives the memory back; nothing can run afterwards."""
+        self.require_idle("close()")
+        self.launcher.close()
+        self.in_flight.clear()
+        self.memory.free()
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache. Raises RuntimeError while requests are running."""
 
         def work() -> None:
+            self._land_all()
             if not self.scheduler.running:
                 self.memory.reset_cache()
 
@@ -117,7 +160,7 @@ class Engine:
             )
 
     def run_between_steps(self, call: str, work: Callable[[], T], *, harmless: tuple[type[BaseException], ...]) -> T:
-        """Runs `work` while no step runs, and returns its result.
+        """Runs `work` while no step is in flight, and returns its result.
 
         After an exception of the kinds `harmless` everything must be as before; after any other the engine starts over.
         """
@@ -125,6 +168,7 @@ class Engine:
         errors: list[BaseException] = []
 
         def guarded() -> None:
+            self._land_all()
             try:
                 results.append(work())
             except harmless as error:
@@ -165,27 +209,74 @@ class Engine:
             if self.groups.get(group.request_id) is group:
                 self.abort(group.request_id)
 
-    def _run_step(self) -> None:
-        with nvtx.annotate("schedule"):
-            step = self.scheduler.schedule()
-        if not step.requests:
+    def _advance(self) -> None:
+        """Launches a step if there is one, and lands one if that makes as many as may be in flight, or if none is."""
+        step = self._schedule()
+        if step.requests:
+            self._launch(step)
+        elif not self.in_flight and self.groups:
             self._give_up_waiting()
-            return
+        if self.in_flight and (not step.requests or len(self.in_flight) == self.max_in_flight):
+            self._land()
+
+    def _schedule(self) -> ScheduledStep:
+        with nvtx.annotate("schedule"):
+            if self.in_flight:
+                step = self.scheduler.schedule_ahead()
+                if step is not None:
+                    return step
+                self._land_all()
+            return self.scheduler.schedule()
+
+    def _launch(self, step: ScheduledStep) -> None:
         self.num_steps += 1
         for request in step.requests:
             self.groups[request.request_id].mark_scheduled()
         try:
-            results = self._run(step)
-        except BaseException as error:
-            self.scheduler.reset(step)
-            if isinstance(error, ReentrantCallError) or not isinstance(error, Exception):
-                self._is_settled = True
-                raise
-            # Whatever else a forward raises must not take the other requests down.
-            self._note_failure(step, error)
+            with nvtx.annotate("prepare"):
+                prepared = self.runner.prepare(step)
+            flying = self.launcher.launch(prepared)
+        except BaseException as error:  # an interrupt, or a step that cannot even be prepared
+            self._undo([*(flight.step for flight in self.in_flight), step], error, failed=step)
         else:
-            with nvtx.annotate("apply"):
-                self._apply(step, results)
+            self.in_flight.append(Flight(step, flying))
+            self.scheduler.note_launch(step)
+
+    def _land(self) -> None:
+        """Waits for the step that was launched first of those in flight, and applies its results."""
+        flight = self.in_flight[0]
+        self._is_settled = True  # an interrupt while it waits leaves the step in flight
+        outcome = flight.flying.wait()
+        self._is_settled = False
+        if outcome.error is not None:
+            self._undo([each.step for each in self.in_flight], outcome.error, failed=flight.step)
+            return
+        self.in_flight.popleft()
+        with nvtx.annotate("apply"):
+            self._apply(flight.step, outcome.results)
+
+    def _land_all(self) -> None:
+        while self.in_flight:
+            self._land()
+
+    def _undo(self, steps: Sequence[ScheduledStep], error: BaseException, *, failed: ScheduledStep) -> None:
+        """Undoes all steps in flight after what came out of one of them, `failed`.
+
+        Whatever a forward raises must not take the other requests down. What is no failure is raised again.
+        """
+        self.launcher.discard()
+        self.in_flight.clear()
+        is_failure = isinstance(error, Exception) and not isinstance(error, ReentrantCallError)
+        if is_failure:
+            self.scheduler.suspect(failed)
+        for step in steps:
+            self.scheduler.reset(step)
+        for request in self.scheduler.running:  # what the steps were to write to the device's table may be lost
+            self.scheduler.residency.write_row(request)
+        if not is_failure:
+            self._is_settled = True
+            raise error
+        self._note_failure(failed, error)
 
     def _recover(self) -> None:
         """Starts over from what users have been given, after an exception in the middle of the bookkeeping.
@@ -193,6 +284,8 @@ class Engine:
         Who owns which slot is not known any more, so the pools and the cache are declared empty, and the unfinished
         requests go back to the queue. May itself be interrupted, and is then done again.
         """
+        self.launcher.discard()
+        self.in_flight.clear()
         self.memory.start_over()
         self.scheduler.start_over()
         for group in list(self.groups.values()):
@@ -201,19 +294,19 @@ class Engine:
                 self.scheduler.add(request)
             self._note_progress(group)
 
-    def _run(self, step: ScheduledStep) -> list[ForwardResult]:
-        with nvtx.annotate("prepare"):
-            prepared = self.runner.prepare(step)
-        return self.runner.launch(prepared).wait()
-
     def _apply(self, step: ScheduledStep, results: list[ForwardResult]) -> None:
         invalid = frozenset(request for result in results for request in result.invalid)
-        for admission in step.admissions:  # not before: an interrupt of the forwards must find no lock half released
-            admission.request.resident.receipt.release_state()
         for chunk in step.prefill:
-            self._apply_chunk(chunk, is_valid=chunk.request not in invalid)
+            self.num_prefill_tokens += chunk.stop - chunk.start
+            chunk.request.num_landed_tokens = chunk.stop
+            self._apply_checkpoints(chunk.request, chunk.checkpoints, is_valid=chunk.request not in invalid)
         for row in step.decode:
-            self._apply_row(row, is_valid=row.request not in invalid)
+            self.num_decode_tokens += 1
+            row.request.num_landed_tokens = row.stop
+            if row.request.status is RequestStatus.LEAVING:
+                self.num_wasted_rows += 1
+            if row.checkpoint is not None and row.checkpoint.origin != "track":
+                self._apply_checkpoints(row.request, (row.checkpoint,), is_valid=row.request not in invalid)
         for result in results:
             tokens: list[ScoredToken | SampledToken] = [*result.scored, *result.sampled]
             for token in tokens:
@@ -224,40 +317,34 @@ class Engine:
                     _LOGGER.error("a token of request %s failed", token.request.request_id, exc_info=error)
                     self._drop(token.request, f"{type(error).__name__}: {error}")
         for request in invalid:
-            self._drop(request, "the model's logits are not finite numbers (NaN or infinity)")
+            if request.status is RequestStatus.RUNNING:
+                self._drop(request, "the model's logits are not finite numbers (NaN or infinity)")
+            else:
+                self.scheduler.drop(request)
         for request in step.requests:
-            if request.is_prefill_only and request not in invalid and request.num_uncomputed_tokens == 0:
-                self.scheduler.finish(request)
-                self._end(request, Stop("length"))
+            self._apply_end(request)
 
-    def _apply_chunk(self, chunk: PrefillChunk, *, is_valid: bool) -> None:
-        chunk.request.num_computed_tokens = chunk.stop
-        self.num_prefill_tokens += chunk.stop - chunk.start
-        self._apply_checkpoints(chunk.request, chunk.checkpoints, is_valid=is_valid)
-
-    def _apply_row(self, row: DecodeRow, *, is_valid: bool) -> None:
-        row.request.num_computed_tokens += 1
-        self.num_decode_tokens += 1
-        checkpoint = row.checkpoint
-        if checkpoint is None:
-            return
-        if checkpoint.origin != "track":
-            self._apply_checkpoints(row.request, (checkpoint,), is_valid=is_valid)
-        elif is_valid:
-            row.request.resident.tracked = checkpoint
+    def _apply_end(self, request: Request) -> None:
+        """Ends a warm-up whose prompt is computed, and moves out whoever was leaving."""
+        if request.status is RequestStatus.LEAVING and not request.is_in_flight:
+            self.scheduler.depart(request)
+        is_computed = request.is_prefill_only and request.num_landed_tokens == request.num_tokens
+        if is_computed and request.status is RequestStatus.RUNNING:
+            self.scheduler.finish(request)
+            self._end(request, Stop("length"))
 
     def _apply_checkpoints(self, request: Request, checkpoints: tuple[Checkpoint, ...], *, is_valid: bool) -> None:
         if not checkpoints:
             return
-        if is_valid:
+        if is_valid and (request.status is RequestStatus.RUNNING or request.parting_origin is not None):
             self.scheduler.residency.keep_checkpoints(request, checkpoints)
         else:
             self.memory.supply.release_states(checkpoint.state_slot for checkpoint in checkpoints)
 
     def _append(self, token: SampledToken | ScoredToken) -> None:
         request = token.request
-        if request.status is RequestStatus.FINISHED:
-            return  # an earlier token of this step failed
+        if request.status is not RequestStatus.RUNNING:
+            return  # it ended with the step before, or an earlier token of this one failed
         group = self.groups[request.request_id]
         logprobs = None if token.logprobs is None else self._logprobs_entry(token.token_id, token.logprobs)
         if isinstance(token, ScoredToken):
@@ -267,15 +354,14 @@ class Engine:
             return
         request.tokens.append(token.token_id)
         stop = group.add_token(request.sample_index, token.token_id, logprobs)
-        request.forbidden_token_ids = group.completions[request.sample_index].forbidden_token_ids
         if stop is not None:
             self.scheduler.finish(request)
         self._note_progress(group)
 
-    def _note_failure(self, step: ScheduledStep, error: Exception) -> None:
+    def _note_failure(self, step: ScheduledStep, error: BaseException) -> None:
         """After a failed forward: if it held one request, that is the culprit."""
         _LOGGER.error("a forward over %d requests failed", len(step.requests), exc_info=error)
-        if len(step.requests) == 1:
+        if len(step.requests) == 1 and step.requests[0].status is RequestStatus.WAITING:
             self._drop(step.requests[0], f"{type(error).__name__}: {error}")
 
     def _give_up_waiting(self) -> None:

@@ -13,6 +13,7 @@ from hybrid_runtime.memory.allocator import SlotAllocator
 from hybrid_runtime.memory.plan import MemoryPlan
 from hybrid_runtime.memory.pools import LayerSpec, Pool
 from hybrid_runtime.memory.request_table import RequestTable, TableEntries
+from hybrid_runtime.memory.slots import StateSlot
 from hybrid_runtime.scheduling.host_tier import HostTier
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.supply import SlotSupply
@@ -76,19 +77,22 @@ class EngineMemory:
         """Gives the pools' memory back; nothing can run afterwards."""
         if self.tier is not None:
             self.tier.close()
-        self.kv_pool.layers = self.state_pool.layers = ()
+        self.kv_pool.free()
+        self.state_pool.free()
         self.step_memory = StepMemory((), (), torch.empty(0, 0, dtype=torch.int32))
 
-    def check(self, running: list[Request]) -> None:
+    def check(self, running: list[Request], in_flight: Sequence[StateSlot] = ()) -> None:
         """Asserts that every slot of both pools has exactly one owner: a free list, the tree, or a running request.
 
-        Valid between steps. O(slots + tokens in the tree); raises AssertionError.
+        `in_flight`: the state slots that steps in flight are to write checkpoints to. Valid between steps. O(slots +
+        tokens in the tree); raises AssertionError.
         """
         self.cache.check()
         if self.tier is not None:
             self.tier.check()
         kv_owners = [self.supply.kv.free_slots(), self.cache.owned_kv_slots()]
-        state_owners = [self.supply.states.free_slots(), self.cache.owned_state_slots()]
+        in_steps = np.array(in_flight, dtype=np.int32)
+        state_owners = [self.supply.states.free_slots(), self.cache.owned_state_slots(), in_steps]
         for request in running:
             residence = request.resident
             kv_owners.append(self.table.slots[residence.row, residence.protected_length : residence.num_kv_slots])
@@ -101,6 +105,6 @@ class EngineMemory:
             sizes = [len(slots) for slots in owners]
             assert np.array_equal(owned, np.arange(1, total + 1)), (
                 f"{name} slots are not each owned once: {sizes[0]} free + {sizes[1]} in the tree + {sizes[2:]} of "
-                f"requests, {total} in all"
+                f"steps and requests, {total} in all"
             )
         assert self.table.num_free_rows + len(running) == len(self.table.slots) - 1, "rows of the table are lost"

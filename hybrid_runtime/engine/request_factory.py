@@ -60,7 +60,7 @@ class RequestFactory:
                 seed=seed,
                 wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
                 is_prefill_only=is_prefill_only,
-                forbidden_token_ids=completion.forbidden_token_ids,
+                ending_token_ids=completion.forbidden_token_ids,
             )
             completions.append(completion)
             requests.append(request)

@@ -65,7 +65,6 @@ class RequestGroup:
         self.completions = [completion.replayed() for completion in self.completions]
         for request, completion in zip(self.requests, self.completions, strict=True):
             request.start_over(completion.num_tokens)
-            request.forbidden_token_ids = completion.forbidden_token_ids
             if completion.stop is not None:
                 request.status = RequestStatus.FINISHED
         if self._prompt_logprobs is not None:

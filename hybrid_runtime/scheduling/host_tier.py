@@ -86,6 +86,8 @@ class HostTier:
         self._device = device
         self.store = store
         self._min_saving = max(1, min_saving)
+        # Called before the host writes to slots of the device: a step in flight may still read what they held.
+        self.before_restore: Callable[[], None] = lambda: None
         device.on_evict = self.save
 
     @property
@@ -130,6 +132,7 @@ class HostTier:
         match = self.host.cache.match(tokens)
         if match.state_length < self._device.cache.match(tokens).state_length + self._min_saving:
             return
+        self.before_restore()
         moved = self._move(
             self.host,
             match.node,

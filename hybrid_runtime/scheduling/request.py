@@ -17,7 +17,8 @@ from hybrid_runtime.sampling_params import SamplingParams
 class RequestStatus(Enum):
     WAITING = "waiting"  # owns nothing
     RUNNING = "running"  # owns a Residence
-    FINISHED = "finished"
+    LEAVING = "leaving"  # has ended for its user; owns a Residence until the step in flight that works on it has landed
+    FINISHED = "finished"  # owns nothing
 
 
 class TokenBuffer:
@@ -46,6 +47,11 @@ class TokenBuffer:
         return self._array[: self._len][part]
 
     @property
+    def max_len(self) -> int:
+        """Tokens that there is room for: the request ends when it has as many."""
+        return len(self._array)
+
+    @property
     def last(self) -> int:
         return int(self._array[self._len - 1])
 
@@ -63,8 +69,9 @@ class Residence:
     """What a running request owns in the pools, from admission until it ends or is preempted.
 
     Row `row` of the request table names `num_kv_slots` KV slots: the first `protected_length` are the tree's, kept by
-    `receipt`, the others the request's own. `working_slot` is its state slot; one of the `track_slots` holds its
-    latest periodic checkpoint, `tracked`.
+    `receipt`, the others the request's own. `working_slot` is its state slot. `tracks` are its periodic checkpoints,
+    the oldest first, each in a slot of its own: a checkpoint is in its slot when the step that computes its length
+    has landed.
     """
 
     row: int
@@ -72,8 +79,11 @@ class Residence:
     receipt: LockReceipt
     protected_length: int
     num_kv_slots: int
-    track_slots: list[StateSlot] = field(default_factory=list)  # the one to be written next comes first
-    tracked: Checkpoint | None = None
+    tracks: list[Checkpoint] = field(default_factory=list)
+
+    @property
+    def track_slots(self) -> list[StateSlot]:
+        return [checkpoint.state_slot for checkpoint in self.tracks]
 
     @property
     def state_slots(self) -> list[StateSlot]:
@@ -103,8 +113,10 @@ class Following:
 class Request:
     """A row to schedule. `arrival` orders requests of one priority; a lower `priority` value runs earlier.
 
-    `num_computed_tokens` is the number of tokens whose KV and state exist: 0 while waiting. The last token of a
-    request that decodes is not computed yet.
+    `num_computed_tokens` is the number of tokens whose KV and state exist, or will when the steps in flight have run:
+    0 while waiting. It advances when a step is launched; `num_landed_tokens` follows when its result is applied. The
+    last token of a request that decodes is not computed yet. While the step that chooses it is in flight it is not in
+    `tokens` either.
     """
 
     request_id: str
@@ -119,12 +131,14 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     residence: Residence | None = None
     num_computed_tokens: int = 0
+    num_landed_tokens: int = 0
     num_preemptions: int = 0
     due_checkpoints: dict[int, str] = field(default_factory=dict)  # length -> origin; of a running request
     following: Following | None = None  # of a waiting request
     num_prompt_logits_read: int = 0  # prompt tokens whose logits have been read, if prompt logprobs are wanted
     prefix_hit: PrefixHit | None = None  # set at the first admission
-    forbidden_token_ids: tuple[int, ...] = ()  # must not be the next token: `min_tokens` is not reached
+    ending_token_ids: tuple[int, ...] = ()  # would end it: forbidden before `min_tokens` tokens
+    parting_origin: str | None = None  # of a leaving request: that of the state it is to leave; None: it leaves none
     alone_until: int = 0  # a forward that would have computed this many tokens failed: run alone up to there
 
     def start_over(self, num_output_tokens: int) -> None:
@@ -132,7 +146,7 @@ class Request:
         self.tokens.truncate(num_output_tokens)
         self.status = RequestStatus.WAITING
         self.residence = None
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_landed_tokens = 0
         self.alone_until = 0
         self.following = None
 
@@ -147,11 +161,48 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.tokens) - self.num_computed_tokens
+        """Tokens that are to be computed yet, the one in flight included."""
+        num_uncomputed = len(self.tokens) - self.num_computed_tokens
+        return num_uncomputed if num_uncomputed > 0 or self.is_prefill_only else 1
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step works on it that has been launched and has not landed."""
+        return self.num_landed_tokens < self.num_computed_tokens
+
+    @property
+    def has_token_in_flight(self) -> bool:
+        """Whether its last token is being chosen by a step in flight."""
+        return self.num_computed_tokens >= len(self.tokens) and not self.is_prefill_only
+
+    @property
+    def reads_its_output(self) -> bool:
+        """Whether the choice of its next token depends on which tokens it has."""
+        params = self.params
+        return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+    @property
+    def awaits_its_end(self) -> bool:
+        """Whether nothing is left to compute: what is in flight brings the last token, or the end of the prompt."""
+        if self.num_computed_tokens < len(self.tokens):
+            return False
+        return self.is_prefill_only or self.num_computed_tokens + 1 == self.tokens.max_len
+
+    @property
+    def forbidden_token_ids(self) -> tuple[int, ...]:
+        """What the next step to be prepared must not choose: `min_tokens` is not reached."""
+        num_tokens = max(len(self.tokens), self.num_computed_tokens + 1)
+        return self.ending_token_ids if num_tokens - self.tokens.prompt_len < self.params.min_tokens else ()
+
+    @property
+    def tracked(self) -> Checkpoint | None:
+        """The latest periodic checkpoint that is in its slot."""
+        landed = [checkpoint for checkpoint in self.resident.tracks if checkpoint.length <= self.num_landed_tokens]
+        return landed[-1] if landed else None
 
     @property
     def runs_alone(self) -> bool:
-        return self.num_computed_tokens < self.alone_until
+        return self.num_landed_tokens < self.alone_until
 
     @property
     def matchable_tokens(self) -> NDArray[np.int32]:

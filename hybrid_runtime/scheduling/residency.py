@@ -110,25 +110,30 @@ class Residency:
             self.num_skipped_checkpoints[origin] += 1
             return None
 
-    def next_track_slot(self, request: Request) -> StateSlot | None:
-        """The request's slot that its next periodic checkpoint is to be written to; None if none is available.
+    def track(self, request: Request, length: int) -> Checkpoint | None:
+        """The periodic checkpoint of a request that the next step is to write; None, and counted, if there is no slot.
 
-        What the slot held before is given up, if it was the latest such checkpoint.
+        It takes the place of the oldest one, never of one that a step in flight is writing. Where there is another slot
+        the latest one stays: the request may turn out to have ended with the step in flight.
         """
-        residence = request.resident
-        wants_another = len(residence.track_slots) < self.policy.num_track_slots
-        if not residence.track_slots or (wants_another and self.supply.can_supply(0, 1)):
-            taken = self.take_checkpoint_slot("track")
-            if taken is not None:
-                residence.track_slots.insert(0, taken)
+        tracks = request.resident.tracks
+        if not tracks or (len(tracks) < self.policy.num_track_slots and self.supply.can_supply(0, 1)):
+            slot = self.take_checkpoint_slot("track")
         else:
-            residence.track_slots.append(residence.track_slots.pop(0))
-        if not residence.track_slots:
+            slot = None
+            if tracks[0].length <= request.num_landed_tokens:
+                slot = tracks.pop(0).state_slot
+            else:
+                self.num_skipped_checkpoints["track"] += 1
+        if slot is None:
             return None
-        slot = residence.track_slots[0]
-        if residence.tracked is not None and residence.tracked.state_slot == slot:
-            residence.tracked = None
-        return slot
+        tracks.append(Checkpoint(length, slot, "track"))
+        return tracks[-1]
+
+    def write_row(self, request: Request) -> None:
+        """Has the device's copy of a request's row written anew."""
+        residence = request.resident
+        self.table.write(residence.row, 0, self.table.slots[residence.row, : residence.num_kv_slots])
 
     def keep_checkpoints(self, request: Request, checkpoints: Sequence[Checkpoint]) -> None:
         """Gives the tree a running request's states at some lengths, with the KV up to the deepest.
@@ -148,18 +153,22 @@ class Residency:
     def donate(self, request: Request, origin: str) -> None:
         """Moves a request out and leaves what it computed in the tree.
 
-        Its working slot becomes a checkpoint of the given origin, its latest periodic checkpoint one, too.
+        Its working slot becomes a checkpoint of the given origin, its latest periodic checkpoint one, too. No step in
+        flight may work on it.
         """
         residence = request.resident
         if not self.enabled:
             self.vacate(request)
             return
         assert request.num_computed_tokens > 0, "it was admitted and has not run: its working slot holds nothing"
+        assert not request.is_in_flight, "its working slot is still being written"
         checkpoints = [Checkpoint(request.num_computed_tokens, residence.working_slot, origin)]
-        tracked = residence.tracked
-        if tracked is not None and tracked.length < request.num_computed_tokens:
-            checkpoints.append(tracked)
-            residence.track_slots.remove(tracked.state_slot)
+        # A step in flight may have computed the token with which the request ended: nobody goes on before that one.
+        end = min(request.num_computed_tokens, request.num_tokens - 1)
+        latest = [track for track in residence.tracks if track.length <= end][-1:]
+        if latest and latest[0].length < request.num_computed_tokens:
+            checkpoints += latest
+            residence.tracks.remove(latest[0])
         result = self._insert(request, checkpoints)
         self.supply.release_states(residence.track_slots)
         self._move_out(request, first_own=result.kv_length)
@@ -193,7 +202,7 @@ class Residency:
         )
         self.table.write(row, 0, match.kv_slots)
         self.extend(request, kv_slots)
-        request.num_computed_tokens = match.state_length
+        request.num_computed_tokens = request.num_landed_tokens = match.state_length
         request.status = RequestStatus.RUNNING
         request.following = None
         request.due_checkpoints = self._due_checkpoints(request, match)
@@ -240,7 +249,7 @@ class Residency:
         self.supply.release(self.cache.unlock(residence.receipt))
         self.table.release_row(residence.row)
         request.residence = None
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_landed_tokens = 0
 
     def _due_checkpoints(self, request: Request, match: PrefixMatch) -> dict[int, str]:
         if not self.enabled:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybrid_runtime.cache.results import Checkpoint
@@ -32,10 +32,19 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """The one uncomputed token of a request. `checkpoint`, if any, gets a copy of the state after it."""
+    """The one uncomputed token of a request, at `position`. `checkpoint`, if any, gets a copy of the state after it.
+
+    While the step before is in flight the token may not be known on the host.
+    """
 
     request: Request
+    position: int
     checkpoint: Checkpoint | None
+
+    @property
+    def stop(self) -> int:
+        """Tokens that the request has computed afterwards."""
+        return self.position + 1
 
 
 @dataclass(frozen=True)
@@ -47,9 +56,14 @@ class ScheduledStep:
     decode: tuple[DecodeRow, ...]
 
     @property
+    def works(self) -> tuple[PrefillChunk | DecodeRow, ...]:
+        """All that the forwards of this step compute."""
+        return (*self.prefill, *self.decode)
+
+    @property
     def requests(self) -> tuple[Request, ...]:
         """The requests that a forward of this step works on."""
-        return (*(chunk.request for chunk in self.prefill), *(row.request for row in self.decode))
+        return tuple(work.request for work in self.works)
 
     @property
     def unowned_checkpoints(self) -> list[Checkpoint]:
@@ -64,6 +78,9 @@ class Scheduler:
 
     A request with exactly one uncomputed token is a decode row, whether the token was sampled or is the last of its
     prompt. Every other resident request prefills.
+
+    One step may be scheduled while the one before is in flight (`schedule_ahead`), from what is known without its
+    result: how many tokens each request has, not which.
     """
 
     def __init__(self, residency: Residency, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -81,33 +98,62 @@ class Scheduler:
         self.waiting.add(request)
 
     def schedule(self) -> ScheduledStep:
-        """The next step. Preempts, evicts, admits and takes slots; what it returns must be run or `reset`.
+        """The next step, with none in flight. Preempts, evicts, admits and takes slots; what it returns must be run or
+        `reset`.
 
         While some request has to run alone (a forward with it among others failed), steps hold one such request and
         nothing else, unless none of them can be admitted beside what is resident.
         """
         self._suspects = [r for r in self._suspects if r.runs_alone and r.status is not RequestStatus.FINISHED]
         if not self._suspects:
+            self._supply_decode_slots(self.running)
             return self._schedule_among(self.running, self.waiting)
         for request in sorted(self._suspects, key=lambda r: r.order):
-            step = self._schedule_among(*_by_status([request]))
+            running, waiting = _by_status([request])
+            self._supply_decode_slots(running)
+            step = self._schedule_among(running, waiting)
             if step.requests:
                 return step
-        return self._schedule_among(*_by_status(r for r in (*self.running, *self.waiting) if r not in self._suspects))
+        running, waiting = _by_status(r for r in (*self.running, *self.waiting) if r not in self._suspects)
+        self._supply_decode_slots(running)
+        return self._schedule_among(running, waiting)
+
+    def schedule_ahead(self) -> ScheduledStep | None:
+        """The next step while another one is in flight; None, with nothing changed, if that one must land first.
+
+        It must where a token is chosen by a rule that reads the tokens before it, where some request has to run alone,
+        and where a row finds no KV slot: who is in flight cannot be preempted.
+        """
+        if self._suspects or any(r.has_token_in_flight and r.reads_its_output for r in self.running):
+            return None
+        try:
+            self._take_decode_slots(self.running)
+        except PoolExhausted:
+            return None
+        return self._schedule_among(self.running, self.waiting)
+
+    def note_launch(self, step: ScheduledStep) -> None:
+        """The step's tokens count as computed from now on, and what its working slots are copied from may go.
+
+        Whatever is done to freed slots is done by later steps, which run behind this one.
+        """
+        for work in step.works:
+            work.request.num_computed_tokens = work.stop
+        for admission in step.admissions:
+            admission.request.resident.receipt.release_state()
 
     def finish(self, request: Request) -> None:
         """Ends a request in any status, leaving what it computed in the tree."""
-        self._remove(request)
-        if request.residence is not None:
-            self.residency.donate(request, "hint" if request.is_prefill_only else "final")
-        request.status = RequestStatus.FINISHED
+        self._end(request, "hint" if request.is_prefill_only else "final")
 
     def drop(self, request: Request) -> None:
         """Ends a request in any status; nothing of it is kept."""
-        self._remove(request)
-        if request.residence is not None:
-            self.residency.vacate(request)
-        request.status = RequestStatus.FINISHED
+        self._end(request, None)
+
+    def depart(self, request: Request) -> None:
+        """Moves out a request that was leaving, now that no step in flight works on it any more."""
+        assert request.status is RequestStatus.LEAVING
+        self._move_out(request, request.parting_origin)
 
     def preempt(self, request: Request) -> None:
         """Sends a running request back to the queue. What it computed stays in the tree, to resume from."""
@@ -117,24 +163,29 @@ class Scheduler:
         self.num_preemptions += 1
         self.add(request)
 
-    def reset(self, step: ScheduledStep) -> None:
-        """Undoes a step whose forward failed: its requests go back to the queue and resume from the tree.
+    def suspect(self, step: ScheduledStep) -> None:
+        """After a forward over several requests failed: each runs alone until it is past the token at which it did."""
+        if len(step.requests) > 1:
+            for work in step.works:
+                work.request.alone_until = work.stop
+            running = (request for request in step.requests if request.status is RequestStatus.RUNNING)
+            self._suspects = list(dict.fromkeys((*self._suspects, *running)))
 
-        No state of theirs is kept, since it may be half written. If there were several, each runs alone until it is
-        past the token at which this step failed.
+    def reset(self, step: ScheduledStep) -> None:
+        """Undoes a step that did not run to its end: its requests go back to the queue and resume from the tree.
+
+        No state of theirs is kept, since it may be half written. A leaving one is gone then. A step that was launched
+        behind this one must be undone as well, in any order.
         """
         self.residency.supply.release_states(checkpoint.state_slot for checkpoint in step.unowned_checkpoints)
-        if len(step.requests) > 1:
-            for chunk in step.prefill:
-                chunk.request.alone_until = chunk.stop
-            for row in step.decode:
-                row.request.alone_until = row.request.num_tokens
-            self._suspects = list(dict.fromkeys((*self._suspects, *step.requests)))
         admitted = (admission.request for admission in step.admissions)
         for request in dict.fromkeys((*step.requests, *admitted)):
-            self.running.remove(request)
-            self.residency.vacate(request)
-            self.add(request)
+            if request.status is RequestStatus.LEAVING:
+                self._move_out(request, None)
+            elif request.status is RequestStatus.RUNNING:
+                self.running.remove(request)
+                self.residency.vacate(request)
+                self.add(request)
 
     def start_over(self) -> None:
         """Forgets all requests; their slots are declared free elsewhere."""
@@ -142,13 +193,12 @@ class Scheduler:
         self.running = []
         self._suspects = []
 
-    def _schedule_among(self, running: Iterable[Request], waiting: Iterable[Request]) -> ScheduledStep:
-        """A step of the given requests, without those that it has to preempt."""
+    def _schedule_among(self, running: Sequence[Request], waiting: Iterable[Request]) -> ScheduledStep:
+        """A step of the given requests. Those of them that decode have their KV slots."""
         candidates = list(running)
-        self._supply_decode_slots(candidates)
         admissions = self._admit(waiting)
         chosen = dict.fromkeys((*candidates, *(admission.request for admission in admissions)))
-        resident = sorted((r for r in chosen if r.residence is not None), key=lambda r: r.order)
+        resident = sorted((r for r in chosen if _goes_on(r)), key=lambda r: r.order)
         decode = tuple(self._decode_row(request) for request in resident if request.num_uncomputed_tokens == 1)
         prefilling = [request for request in resident if request.num_uncomputed_tokens > 1]
         shares = share_budget(self.max_num_batched_tokens, [r.num_uncomputed_tokens for r in prefilling])
@@ -157,24 +207,22 @@ class Scheduler:
         )
         return ScheduledStep(admissions, prefill, decode)
 
-    def _supply_decode_slots(self, candidates: list[Request]) -> None:
+    def _supply_decode_slots(self, candidates: Sequence[Request]) -> None:
         """One KV slot for each row that has none left, preempting others where the pool cannot give them all."""
-
-        def short() -> list[Request]:
-            return [
-                request
-                for request in candidates
-                if request.residence is not None and request.residence.num_kv_slots == request.num_computed_tokens
-            ]
-
-        while requests := short():
+        while True:
             try:
-                slots = self.residency.supply.take_kv(len(requests))
+                self._take_decode_slots(candidates)
             except PoolExhausted:
                 self.preempt(max(self.running, key=lambda request: request.order))
             else:
-                for request, slot in zip(requests, slots, strict=True):
-                    self.residency.extend(request, slot.reshape(1))
+                return
+
+    def _take_decode_slots(self, candidates: Sequence[Request]) -> None:
+        """One KV slot for each row that has none left. Raises PoolExhausted, and takes none, if one is missing."""
+        short = [r for r in candidates if _goes_on(r) and r.resident.num_kv_slots == r.num_computed_tokens]
+        slots = self.residency.supply.take_kv(len(short)) if short else ()
+        for request, slot in zip(short, slots, strict=True):
+            self.residency.extend(request, slot.reshape(1))
 
     def _admit(self, waiting: Iterable[Request]) -> tuple[Admission, ...]:
         """Admits in order until one does not fit: a large request is not overtaken for ever by small ones."""
@@ -202,7 +250,7 @@ class Scheduler:
             return True
         request.following = None
         must_compute_all = len(request.matchable_tokens) < request.num_tokens
-        prefilling = [other for other in self.running if other.num_uncomputed_tokens > 1]
+        prefilling = [other for other in self.running if _may_lead(other)]
         if not self.residency.enabled or request.runs_alone or must_compute_all or not prefilling:
             return False
         request.following = find_leader(
@@ -226,23 +274,54 @@ class Scheduler:
         return PrefillChunk(request, start, stop, tuple(sorted(checkpoints, key=lambda c: c.length)))
 
     def _decode_row(self, request: Request) -> DecodeRow:
-        length = request.num_tokens
+        position = request.num_computed_tokens
+        length = position + 1
         origin = None
         if self.residency.enabled:
             origin = due_after_decode(
                 self.residency.policy, request.due_checkpoints, prompt_len=request.tokens.prompt_len, length=length
             )
         if origin is None:
-            return DecodeRow(request, None)
-        residency = self.residency
-        slot = residency.next_track_slot(request) if origin == "track" else residency.take_checkpoint_slot(origin)
-        return DecodeRow(request, None if slot is None else Checkpoint(length, slot, origin))
+            return DecodeRow(request, position, None)
+        if origin == "track":
+            return DecodeRow(request, position, self.residency.track(request, length))
+        slot = self.residency.take_checkpoint_slot(origin)
+        return DecodeRow(request, position, None if slot is None else Checkpoint(length, slot, origin))
 
-    def _remove(self, request: Request) -> None:
+    def _end(self, request: Request, origin: str | None) -> None:
+        """`origin`: of the state that it leaves; None: it leaves none."""
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
+            request.status, request.parting_origin = RequestStatus.LEAVING, origin
+            if not request.is_in_flight:
+                self.depart(request)
         elif request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
+            request.status = RequestStatus.FINISHED
+        elif origin is None:
+            request.parting_origin = None
+
+    def _move_out(self, request: Request, origin: str | None) -> None:
+        self.running.remove(request)
+        if origin is None:
+            self.residency.vacate(request)
+        else:
+            self.residency.donate(request, origin)
+        request.status = RequestStatus.FINISHED
+
+
+def _goes_on(request: Request) -> bool:
+    """Whether it is resident and has something left to compute."""
+    return request.status is RequestStatus.RUNNING and not request.awaits_its_end
+
+
+def _may_lead(request: Request) -> bool:
+    """Whether it is yet to leave checkpoints that others may wait for."""
+    if request.status is not RequestStatus.RUNNING:
+        return False
+    landed = request.num_landed_tokens
+    return request.num_uncomputed_tokens > 1 or (
+        request.is_in_flight and any(length > landed for length in request.due_checkpoints)
+    )
 
 
 def _by_status(requests: Iterable[Request]) -> tuple[list[Request], list[Request]]:

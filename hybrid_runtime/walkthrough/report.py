@@ -86,7 +86,7 @@ def _request_lines(memory: EngineMemory, request: Request) -> Iterator[str]:
     residence = request.resident
     row = memory.table.slots[residence.row, : residence.num_kv_slots].tolist()
     shared, own = row[: residence.protected_length], row[residence.protected_length :]
-    tracked, num_computed = residence.tracked, request.num_computed_tokens
+    tracked, num_computed = request.tracked, request.num_computed_tokens
     yield f"  row {residence.row}: {_name(request)}, {num_computed} of {request.num_tokens} tokens computed"
     yield f"    KV slots      {' '.join(map(str, shared))} | {' '.join(map(str, own))}"
     yield f"    working slot  {residence.working_slot}, the state after {num_computed} tokens"

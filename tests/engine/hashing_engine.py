@@ -22,6 +22,7 @@ from hybrid_runtime.scheduling.placement import CheckpointPolicy
 from hybrid_runtime.scheduling.residency import Residency
 from hybrid_runtime.scheduling.scheduler import Scheduler
 from hybrid_runtime.scheduling.supply import SlotSupply
+from tests.engine.hashing_launchers import OverlapKind, launcher_of
 from tests.engine.hashing_runner import HashingRunner, content, next_token
 from tests.engine.hashing_store import HashingStore, check_contents, poison_free_slots
 
@@ -29,7 +30,7 @@ from tests.engine.hashing_store import HashingStore, check_contents, poison_free
 class HashingEngine:
     """The real engine, scheduler, cache and bookkeeping. Every forward checks all that it reads.
 
-    `host`: numbers of KV and state slots of a second tier.
+    `host`: numbers of KV and state slots of a second tier. `overlap`: how steps run beside the scheduling of the next.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class HashingEngine:
         policy: CheckpointPolicy | None = None,
         host: tuple[int, int] | None = None,
         eviction: str = "lru",
+        overlap: OverlapKind | None = None,
     ) -> None:
         policy = policy or CheckpointPolicy(min_saving=2)
         config = RuntimeConfig(
@@ -63,7 +65,16 @@ class HashingEngine:
         )
         self.scheduler = Scheduler(self.residency, max_num_seqs=num_seqs, max_num_batched_tokens=budget)
         runner: Any = self.runner
-        self.engine = Engine(self.scheduler, runner, self.memory, tokenizer=None, debug_checks=False)
+        self.launcher = None if overlap is None else launcher_of(overlap, self.runner)
+        self.engine = Engine(
+            self.scheduler,
+            runner,
+            self.memory,
+            tokenizer=None,
+            debug_checks=False,
+            launcher=self.launcher,
+            overlaps=overlap is not None,
+        )
         self.groups: dict[str, RequestGroup] = {}
         self.finished: set[str] = set()
         self._max_len = max_len
@@ -79,8 +90,11 @@ class HashingEngine:
         hints: Sequence[int] = (),
         priority: int = 0,
         is_warmup: bool = False,
+        stops: Sequence[int] = (),
     ) -> None:
-        params = SamplingParams(max_tokens=max_tokens, n=num_samples, checkpoint_positions=hints)
+        params = SamplingParams(
+            max_tokens=max_tokens, n=num_samples, checkpoint_positions=hints, stop_token_ids=list(stops)
+        )
         self.groups[request_id] = self._factory.new_group(
             request_id, Prompt(tuple(prompt), None), params, priority, is_prefill_only=is_warmup
         )
@@ -88,7 +102,6 @@ class HashingEngine:
 
     def step(self, *, check: bool = True) -> None:
         """One step, with every slot that nobody owns overwritten before it, and perhaps all checks after it."""
-        self.runner.poison_free_slots()
         if self.tier is not None and self.store is not None:
             poison_free_slots(self.tier, self.store)
         self.engine.step()
@@ -102,7 +115,7 @@ class HashingEngine:
 
     def check(self) -> None:
         """Each slot has one owner, and holds what it is said to hold."""
-        self.memory.check(self.scheduler.running)
+        self.engine.check()
         self.runner.check_tree()
         if self.tier is not None and self.store is not None:
             check_contents(self.tier.host.cache, self.store.kv, self.store.states)
@@ -118,6 +131,7 @@ class HashingEngine:
     def assert_all_ended(self) -> None:
         """All requests were delivered, nothing is owned, and the cache can be emptied."""
         assert self.finished == set(self.groups)
+        assert not self.engine.in_flight
         assert not self.scheduler.running
         assert not len(self.scheduler.waiting)
         self.check()
@@ -132,19 +146,21 @@ class HashingEngine:
         """Each sample has the tokens that it has alone: all of them, or the first ones if it ended as it may."""
         group = self.groups[request_id]
         for sample in self.samples(request_id):
-            expected = self._expected(group, sample.index)
-            if sample.finish_reason != "length":
+            expected = tokens_alone(group, sample.index, max_len=self._max_len)
+            if sample.finish_reason not in ("length", "stop"):
                 assert sample.finish_reason == may_end, (request_id, sample)
                 expected = expected[: len(sample.token_ids)]
             assert list(sample.token_ids) == expected, (request_id, sample)
 
-    def _expected(self, group: RequestGroup, sample_index: int) -> list[int]:
-        request = group.requests[sample_index]
-        if request.is_prefill_only:
-            return []
-        tokens = list(group.prompt.token_ids)
-        assert request.params.max_tokens is not None
-        limit = min(self._max_len, len(tokens) + request.params.max_tokens)
-        while len(tokens) < limit:
-            tokens.append(next_token(content(tokens), sample_index))
-        return tokens[len(group.prompt.token_ids) :]
+
+def tokens_alone(group: RequestGroup, sample_index: int, *, max_len: int) -> list[int]:
+    """What a sample's output would be if nothing else ever ran."""
+    request, prompt = group.requests[sample_index], group.prompt.token_ids
+    if request.is_prefill_only:
+        return []
+    assert request.params.max_tokens is not None
+    tokens, limit = list(prompt), min(max_len, len(prompt) + request.params.max_tokens)
+    stops = request.params.stop_token_ids or ()
+    while len(tokens) < limit and (len(tokens) == len(prompt) or tokens[-1] not in stops):
+        tokens.append(next_token(content(tokens), sample_index))
+    return tokens[len(prompt) :]

@@ -12,14 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.results import ForwardResult, SampledToken
+from hybrid_runtime.memory.request_table import TableEntries
+from hybrid_runtime.memory.slots import SlotArray
 from hybrid_runtime.scheduling.request import Request
-from hybrid_runtime.scheduling.residency import Admission
-from hybrid_runtime.scheduling.scheduler import DecodeRow, PrefillChunk, ScheduledStep
+from hybrid_runtime.scheduling.scheduler import ScheduledStep
 
 POISON = "nobody's"
+NAN = "not a number"
 NUM_TOKENS = 3
+NO_TOKEN = -1
 
 
 def content(tokens: Sequence[int] | np.ndarray) -> str:
@@ -38,6 +42,33 @@ def require(holds: bool, what: object) -> None:
 
 
 @dataclass(frozen=True)
+class Work:
+    """Tokens `[start, stop)` of a request, as they were when the step was prepared: nothing else is read of it."""
+
+    request: Request
+    row: int
+    working_slot: int
+    start: int
+    stop: int
+    known: tuple[int, ...]  # tokens that the host knows: all, or all but the last of `stop`
+    num_kv_slots: int
+    protected_length: int
+    checkpoints: tuple[Checkpoint, ...]
+    chooses: bool
+    is_invalid: bool
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    entries: tuple[TableEntries, ...]
+    filled: tuple[tuple[int | None, int], ...]  # (source or None, working slot) of each admission
+    forwards: tuple[tuple[Work, ...], ...]
+    free_kv: SlotArray
+    free_states: SlotArray
+    before_forward: Callable[[Sequence[Request]], None]
+
+
+@dataclass(frozen=True)
 class LaunchedStep:
     results: list[ForwardResult]
 
@@ -48,22 +79,28 @@ class LaunchedStep:
 class HashingRunner:
     """Has the methods of `ModelRunner` that the engine calls.
 
+    The device's side (`kv`, `states`, a copy of the request table, the token chosen last for each of its rows) is read
+    and written in the order of the steps only, in whatever thread runs them. Slots that nobody owns when a step is
+    prepared are overwritten right before it: that is the moment from which they may be used for something else.
+
     `before_forward` is called with the requests of each forward; if it raises, their states and KV are left half
-    written. `is_invalid` says whether the next logits of a request are NaN.
+    written. `is_invalid` says whether the next logits of a request are NaN. Both are those of the time at which the
+    step was prepared. `delay` is called before, between and after the forwards.
     """
 
     def __init__(self, memory: EngineMemory) -> None:
         self.memory = memory
         self.kv = [POISON] * (memory.supply.kv.num_slots + 1)
         self.states = [POISON] * (memory.supply.states.num_slots + 1)
+        self.table = memory.table.slots.copy()
+        self.last_tokens = [NO_TOKEN] * len(self.table)
         self.before_forward: Callable[[Sequence[Request]], None] = lambda requests: None
         self.is_invalid: Callable[[Request], bool] = lambda request: False
+        self.delay: Callable[[], None] = lambda: None
 
     def poison_free_slots(self) -> None:
-        for slot in self.memory.supply.kv.free_slots():
-            self.kv[slot] = POISON
-        for slot in self.memory.supply.states.free_slots():
-            self.states[slot] = POISON
+        """While nothing is in flight."""
+        self._poison(self.memory.supply.kv.free_slots(), self.memory.supply.states.free_slots())
 
     def check_tree(self) -> None:
         """Every node's KV and state are those of the tokens from the root to its end."""
@@ -78,75 +115,106 @@ class HashingRunner:
             if node.state_slot is not None:
                 assert self.states[node.state_slot] == prefix, (self.states[node.state_slot], prefix)
 
-    def prepare(self, step: ScheduledStep) -> ScheduledStep:
-        return step
+    def prepare(self, step: ScheduledStep) -> PreparedStep:
+        chunks = [self._work(c.request, c.start, c.stop, c.checkpoints, is_last=c.is_last) for c in step.prefill]
+        rows = [
+            self._work(r.request, r.position, r.stop, (r.checkpoint,) if r.checkpoint else (), is_last=True)
+            for r in step.decode
+        ]
+        return PreparedStep(
+            entries=self.memory.table.take_writes(),
+            filled=tuple((each.copied_from, each.request.resident.working_slot) for each in step.admissions),
+            forwards=tuple(tuple(works) for works in (chunks, rows) if works),
+            free_kv=self.memory.supply.kv.free_slots(),
+            free_states=self.memory.supply.states.free_slots(),
+            before_forward=self.before_forward,
+        )
 
-    def launch(self, prepared: ScheduledStep) -> LaunchedStep:
-        self.prepare_states(prepared.admissions)
-        results = [self.prefill(prepared.prefill)] if prepared.prefill else []
-        if prepared.decode:
-            results.append(self.decode(prepared.decode))
+    def launch(self, prepared: PreparedStep) -> LaunchedStep:
+        self.delay()
+        self._poison(prepared.free_kv, prepared.free_states)
+        for entry in prepared.entries:
+            self.table[entry.row, entry.start : entry.start + len(entry.slots)] = entry.slots
+        for source, working_slot in prepared.filled:
+            self.states[working_slot] = "" if source is None else self.states[source]
+        results = []
+        for works in prepared.forwards:
+            results.append(self._forward(works, prepared.before_forward))
+            self.delay()
         return LaunchedStep(results)
 
-    def prepare_states(self, admissions: Sequence[Admission]) -> None:
-        for admission in admissions:
-            source = admission.copied_from
-            self.states[admission.request.resident.working_slot] = "" if source is None else self.states[source]
+    def _work(
+        self, request: Request, start: int, stop: int, checkpoints: tuple[Checkpoint, ...], *, is_last: bool
+    ) -> Work:
+        require(start == request.num_computed_tokens, f"from {start}, computed are {request.num_computed_tokens}")
+        residence = request.resident
+        return Work(
+            request=request,
+            row=residence.row,
+            working_slot=residence.working_slot,
+            start=start,
+            stop=stop,
+            known=tuple(request.tokens[:stop].tolist()),
+            num_kv_slots=residence.num_kv_slots,
+            protected_length=residence.protected_length,
+            checkpoints=checkpoints,
+            chooses=is_last and not request.is_prefill_only,
+            is_invalid=self.is_invalid(request),
+        )
 
-    def prefill(self, chunks: Sequence[PrefillChunk]) -> ForwardResult:
-        self._start_forward([chunk.request for chunk in chunks])
-        for chunk in chunks:
-            self._compute(chunk.request, chunk.start, chunk.stop)
-            for checkpoint in chunk.checkpoints:
-                require(chunk.start < checkpoint.length <= chunk.stop, checkpoint)
-                self.states[checkpoint.state_slot] = content(chunk.request.tokens[: checkpoint.length])
-        sampled = [chunk.request for chunk in chunks if chunk.is_last and not chunk.request.is_prefill_only]
-        return self._result([chunk.request for chunk in chunks], sampled)
+    def _poison(self, kv_slots: SlotArray, state_slots: SlotArray) -> None:
+        for slot in kv_slots:
+            self.kv[slot] = POISON
+        for slot in state_slots:
+            self.states[slot] = POISON
 
-    def decode(self, rows: Sequence[DecodeRow]) -> ForwardResult:
-        requests = [row.request for row in rows]
-        self._start_forward(requests)
-        for row in rows:
-            require(row.request.num_uncomputed_tokens == 1, row.request)
-            self._compute(row.request, row.request.num_computed_tokens, row.request.num_tokens)
-            if row.checkpoint is not None:
-                require(row.checkpoint.length == row.request.num_tokens, row.checkpoint)
-                self.states[row.checkpoint.state_slot] = self.states[row.request.resident.working_slot]
-        return self._result(requests, [request for request in requests if not request.is_prefill_only])
-
-    def _start_forward(self, requests: Sequence[Request]) -> None:
+    def _forward(self, works: Sequence[Work], before_forward: Callable[[Sequence[Request]], None]) -> ForwardResult:
+        requests = [work.request for work in works]
         require(len({id(request) for request in requests}) == len(requests), "a request occurs twice")
         try:
-            self.before_forward(requests)
+            before_forward(requests)
         except BaseException:
-            for request in requests:  # half written
-                self.states[request.resident.working_slot] = POISON
-                own = self.memory.table.slots[request.resident.row, request.num_computed_tokens : request.num_tokens]
-                for slot in own:
-                    self.kv[slot] = POISON
+            for work in works:  # half written
+                self._write(work, POISON)
             raise
+        sampled = []
+        invalid = []
+        for work in works:
+            if work.is_invalid or self.states[work.working_slot] == NAN:  # from the step before
+                self._write(work, NAN)
+                invalid.append(work.request)
+                self.last_tokens[work.row] = 0
+                continue
+            tokens = self._compute(work)
+            if work.chooses:
+                self.last_tokens[work.row] = next_token(content(tokens), work.request.sample_index)
+                sampled.append(SampledToken(work.request, self.last_tokens[work.row], None))
+        return ForwardResult(sampled, [], frozenset(invalid))
 
-    def _compute(self, request: Request, start: int, stop: int) -> None:
-        """Checks all that the forward would read, then writes what it would write."""
-        residence = request.resident
-        slots = self.memory.table.slots[residence.row]
-        require(stop <= residence.num_kv_slots, f"{stop} tokens, {residence.num_kv_slots} KV slots")
-        require(start == request.num_computed_tokens, f"from {start}, computed are {request.num_computed_tokens}")
-        require(self.states[residence.working_slot] == content(request.tokens[:start]), "the working slot is wrong")
-        for position in range(start):
-            require(self.kv[slots[position]] == content(request.tokens[: position + 1]), f"KV {position} is wrong")
-        for position in range(start, stop):
-            require(position >= residence.protected_length, "the tree's KV would be overwritten")
-            self.kv[slots[position]] = content(request.tokens[: position + 1])
-        self.states[residence.working_slot] = content(request.tokens[:stop])
+    def _write(self, work: Work, what: str) -> None:
+        """Overwrites all that a forward writes for a request."""
+        for slot in self.table[work.row, work.start : work.stop]:
+            self.kv[slot] = what
+        for slot in (work.working_slot, *(checkpoint.state_slot for checkpoint in work.checkpoints)):
+            self.states[slot] = what
 
-    def _result(self, requests: Sequence[Request], sampled: Sequence[Request]) -> ForwardResult:
-        invalid = frozenset(request for request in requests if self.is_invalid(request))
-        for request in invalid:  # what is not a number has gone into all that was written
-            self.states[request.resident.working_slot] = POISON
-        tokens = [
-            SampledToken(request, next_token(content(request.tokens[:]), request.sample_index), None)
-            for request in sampled
-            if request not in invalid
-        ]
-        return ForwardResult(tokens, [], invalid)
+    def _compute(self, work: Work) -> list[int]:
+        """Checks all that the forward would read, then writes what it would write. Returns the tokens up to there."""
+        slots, tokens = self.table[work.row], list(work.known)
+        require(work.stop <= work.num_kv_slots, f"{work.stop} tokens, {work.num_kv_slots} KV slots")
+        prefix = content(tokens[: work.start])
+        require(self.states[work.working_slot] == prefix, f"{self.states[work.working_slot]}, not {prefix}")
+        for position in range(work.start):
+            expected = content(tokens[: position + 1])
+            require(self.kv[slots[position]] == expected, f"KV {position}: {self.kv[slots[position]]}, not {expected}")
+        if len(tokens) < work.stop:
+            tokens.append(self.last_tokens[work.row])
+        require(len(tokens) == work.stop and tokens[-1] != NO_TOKEN, "a token that nobody has chosen")
+        for position in range(work.start, work.stop):
+            require(position >= work.protected_length, "the tree's KV would be overwritten")
+            self.kv[slots[position]] = content(tokens[: position + 1])
+        self.states[work.working_slot] = content(tokens)
+        for checkpoint in work.checkpoints:
+            require(work.start < checkpoint.length <= work.stop, checkpoint)
+            self.states[checkpoint.state_slot] = content(tokens[: checkpoint.length])
+        return tokens

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from hybrid_runtime.cache.radix_cache import RadixCache
 from hybrid_runtime.config import EVICTION_POLICIES, RuntimeConfig
 from hybrid_runtime.engine.engine import Engine
+from hybrid_runtime.engine.launching import DirectLauncher
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.request_factory import RequestFactory
 from hybrid_runtime.engine.request_group import Prompt, RequestGroup
@@ -29,7 +30,9 @@ from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.residency import Residency
 from hybrid_runtime.scheduling.scheduler import Scheduler
 from hybrid_runtime.scheduling.supply import SlotSupply
-from tests.engine.hashing_runner import NUM_TOKENS, HashingRunner, content, next_token
+from tests.engine.hashing_engine import tokens_alone
+from tests.engine.hashing_launchers import OverlapKind, launcher_of
+from tests.engine.hashing_runner import NUM_TOKENS, HashingRunner
 from tests.engine.hashing_store import HashingStore
 
 MAX_LEN = 16
@@ -58,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
             track_interval=st.none() | st.integers(1, 4),
             num_track_slots=st.integers(1, 2),
         ),
+        overlap=st.sampled_from([None, "late", "thread"]),
     )
     def build(
         self,
@@ -69,6 +73,7 @@ class EngineMachine(RuleBasedStateMachine):
         eviction: str,
         host: tuple[int, int] | None,
         placement: CheckpointPolicy,
+        overlap: OverlapKind | None = None,
     ) -> None:
         config = RuntimeConfig(
             num_kv_slots=num_kv, num_state_slots=num_states, max_num_seqs=num_seqs, max_model_len=MAX_LEN
@@ -86,7 +91,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(residency, max_num_seqs=num_seqs, max_num_batched_tokens=budget)
         self.factory = RequestFactory(None, max_model_len=MAX_LEN, eos_token_ids=frozenset(), seed=0)
         runner: Any = self.runner
-        self.engine = Engine(self.scheduler, runner, self.memory, tokenizer=None, debug_checks=True)
+        self.launcher = DirectLauncher(runner) if overlap is None else launcher_of(overlap, self.runner)
+        self.engine = Engine(
+            self.scheduler,
+            runner,
+            self.memory,
+            tokenizer=None,
+            debug_checks=True,
+            launcher=self.launcher,
+            overlaps=overlap is not None,
+        )
 
     @rule(
         fresh=st.lists(st.integers(0, NUM_TOKENS - 1), min_size=1, max_size=MAX_LEN - 1),
@@ -97,6 +111,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         hints=st.sets(st.integers(1, MAX_LEN), max_size=3),
         is_warmup=st.sampled_from([False, False, False, True]),
+        stops=st.sampled_from([(), (), (0,), (1, 2)]),
     )
     def add(
         self,
@@ -108,6 +123,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority: int,
         hints: set[int],
         is_warmup: bool,
+        stops: tuple[int, ...] = (),
     ) -> None:
         """A new prompt, or one that starts as the tokens of an earlier request, its output included."""
         if self.requests:
@@ -116,7 +132,9 @@ class EngineMachine(RuleBasedStateMachine):
             fresh = [*earlier[:shared], *fresh][: MAX_LEN - 1]
         request_id = str(len(self.requests))
         positions = [length for length in hints if length <= len(fresh)]
-        params = SamplingParams(max_tokens=max_tokens, n=num_samples, checkpoint_positions=positions)
+        params = SamplingParams(
+            max_tokens=max_tokens, n=num_samples, checkpoint_positions=positions, stop_token_ids=stops
+        )
         prompt = Prompt(tuple(fresh), None)
         group = self.factory.new_group(request_id, prompt, params, priority, is_prefill_only=is_warmup)
         self.requests[request_id] = group
@@ -132,13 +150,19 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, choice: int) -> None:
         request_id = list(self.engine.groups)[choice % len(self.engine.groups)]
         self.aborted.add(request_id)
-        self.engine.abort(request_id)
+        try:
+            self.engine.abort(request_id)
+        except KeyboardInterrupt:
+            self.engine.abort(request_id)
         self._check()
 
     @precondition(lambda self: self.engine.groups)
     @rule(skip=st.integers(0, 1), error=st.sampled_from([RuntimeError, KeyboardInterrupt]))
     def step_that_raises(self, skip: int, error: type[BaseException]) -> None:
-        """The first or second forward of the step raises and leaves half-written states."""
+        """The first or second forward of the step raises and leaves half-written states.
+
+        Where steps overlap an interrupt of theirs comes out of a later call.
+        """
         calls = iter(range(2))
 
         def fail(requests: Sequence[Request]) -> None:
@@ -147,12 +171,8 @@ class EngineMachine(RuleBasedStateMachine):
                 raise error("planted")
 
         self.runner.before_forward = fail
-        try:
-            self._step()
-        except KeyboardInterrupt:
-            self._check()
-        finally:
-            self.runner.before_forward = lambda requests: None
+        self._step()
+        self.runner.before_forward = lambda requests: None
 
     @precondition(lambda self: self.engine.groups)
     @rule(choice=st.integers(0, 50))
@@ -166,7 +186,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.scheduler.running)
     @rule()
     def reset(self) -> None:
-        self.memory.reset_cache()
+        self.engine.reset_prefix_cache()
         self._check()
 
     def teardown(self) -> None:
@@ -182,13 +202,17 @@ class EngineMachine(RuleBasedStateMachine):
         assert not len(self.scheduler.waiting)
         for request_id, group in self.requests.items():
             self._check_tokens(request_id, group)
+        self.launcher.close()
         self.memory.reset_cache()  # refuses if a lock is left
         assert self.memory.supply.kv.num_free == self.memory.supply.kv.num_slots
         assert self.memory.supply.states.num_free == self.memory.supply.states.num_slots
 
     def _step(self) -> None:
-        self.runner.poison_free_slots()
-        self.engine.step()
+        try:
+            self.engine.step()
+        except KeyboardInterrupt:
+            assert self.num_faults
+            self.engine.settle()
         while self.engine.progressed:
             _, group = self.engine.progressed.popitem()
             if group.finished:
@@ -197,30 +221,19 @@ class EngineMachine(RuleBasedStateMachine):
         self._check()
 
     def _check(self) -> None:
-        self.memory.check(self.scheduler.running)
+        self.engine.check()
         self.runner.check_tree()
 
     def _check_tokens(self, request_id: str, group: RequestGroup) -> None:
         for sample in group.output().outputs:
-            tokens = list(group.prompt.token_ids)
-            limit = min(MAX_LEN, len(tokens) + sample_limit(group))
-            expected = []
-            while len(tokens) < limit:
-                tokens.append(next_token(content(tokens), sample.index))
-                expected.append(tokens[-1])
-            if sample.finish_reason == "length":
-                assert list(sample.token_ids) == ([] if group.requests[0].is_prefill_only else expected)
+            expected = tokens_alone(group, sample.index, max_len=MAX_LEN)
+            if sample.finish_reason in ("length", "stop"):
+                assert list(sample.token_ids) == expected
             else:
                 assert (sample.finish_reason == "abort" and request_id in self.aborted) or (
                     sample.finish_reason == "error" and self.num_faults
                 )
                 assert list(sample.token_ids) == expected[: len(sample.token_ids)]
-
-
-def sample_limit(group: RequestGroup) -> int:
-    max_tokens = group.requests[0].params.max_tokens
-    assert max_tokens is not None
-    return max_tokens
 
 
 TestEngineMachine = EngineMachine.TestCase

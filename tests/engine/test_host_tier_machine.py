@@ -31,6 +31,7 @@ class TieredMachine(EngineMachine):
         min_saving=st.integers(1, 3),
         eviction=st.sampled_from(EVICTION_POLICIES),
         placement=st.builds(CheckpointPolicy, st.integers(1, 4), st.none() | st.integers(1, 5), st.none()),
+        overlap=st.sampled_from([None, "late", "thread"]),
     )
     def build(self, host_kv: int, host_states: int, min_saving: int, **options: Any) -> None:
         super().build(enabled=True, host=None, **options)
@@ -38,6 +39,7 @@ class TieredMachine(EngineMachine):
             self.runner, num_kv=host_kv, num_states=host_states, min_saving=min_saving
         )
         self.scheduler.residency.tier = self.tier
+        self.tier.before_restore = self.launcher.finish
 
     @precondition(lambda self: self.requests)
     @rule(donor=st.integers(0, 20), cut=st.integers(0, 3), count=st.integers(1, 4))
@@ -69,13 +71,11 @@ class TieredMachine(EngineMachine):
     @rule()
     def step_with_interrupted_copy(self) -> None:
         def interrupt(direction: str) -> None:
+            self.num_faults += 1
             raise KeyboardInterrupt
 
         self.store.before_copy = interrupt
-        try:
-            self._step()
-        except KeyboardInterrupt:
-            self.num_faults += 1
+        self._step()
         self.store.before_copy = lambda direction: None
         self._step()
 

@@ -115,7 +115,7 @@ def test_two_slots_take_turns(rng: np.random.Generator) -> None:
         [request] = rt._engine.scheduler.running
         history = []
         while rt.has_unfinished:
-            tracked = request.resident.tracked
+            tracked = request.tracked
             if tracked is not None and tracked not in history:
                 history.append(tracked)
                 assert tracked.state_slot in request.resident.track_slots
@@ -138,11 +138,15 @@ def test_a_slot_that_is_about_to_be_written_is_no_checkpoint_any_more(num_slots:
         for _ in range(5):
             rt.step()
         residency, [request] = rt._engine.scheduler.residency, rt._engine.scheduler.running
-        tracked = request.resident.tracked
+        tracked = request.tracked
         assert tracked is not None
-        written = [residency.next_track_slot(request) for _ in range(num_slots)]
-        assert written[-1] == tracked.state_slot
-        assert request.resident.tracked is None
+        length = request.num_computed_tokens + 1
+        written = residency.track(request, length)
+        assert written is not None
+        assert request.tracked == (tracked if num_slots == 2 else None)
+        assert (written.state_slot == tracked.state_slot) == (num_slots == 1)
+        assert (residency.track(request, length + 1) is None) == (num_slots == 1), "what is being written stays"
+        assert request.tracked is None
         rt.abort(request_id)
         assert states_of(rt) == {4: "tail", 9: "final"}
         assert_idle(rt)

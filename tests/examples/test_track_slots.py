@@ -21,7 +21,7 @@ def boundaries(engine: HashedEngine, request: Request, last: int) -> dict[int, t
     seen: dict[int, tuple[int, list[int]]] = {}
     while request.num_computed_tokens < last:
         engine.step()
-        tracked = request.resident.tracked
+        tracked = request.tracked
         if tracked is not None:
             assert engine.runner.states[tracked.state_slot] == content(request.tokens[: tracked.length])
             seen.setdefault(tracked.length, (tracked.state_slot, sorted(request.resident.state_slots)))
@@ -60,9 +60,9 @@ def test_section_3_4_the_last_one_is_readable_while_the_next_is_written() -> Non
         assert step.decode[0].checkpoint is not None
         assert step.decode[0].checkpoint.length == 12
         assert step.decode[0].checkpoint.state_slot == (PONG if readable == PING else PING)
-        tracked = request.resident.tracked
+        tracked = request.tracked
         assert (None if tracked is None else tracked.state_slot) == readable
-        engine.runner.decode(step.decode)
+        engine.runner.launch(engine.runner.prepare(step))
         if tracked is not None:
             assert engine.runner.states[tracked.state_slot] == content(request.tokens[:8])
         assert step.decode[0].checkpoint.state_slot in request.resident.track_slots
@@ -109,7 +109,7 @@ def test_section_5_1_one_token_at_a_time() -> None:
             assert request.resident.num_kv_slots == num_kv + 1
             assert request.resident.working_slot == working_slot
             assert not all(map(torch.equal, before, state_of(rt, working_slot)))
-            tracked = request.resident.tracked
+            tracked = request.tracked
             assert (tracked is not None) == (request.num_computed_tokens >= 256)
         rt.step()
         assert not rt.has_unfinished

@@ -42,18 +42,15 @@ def new_request(arrivals: Iterator[int], length: int, *, first: int = 0, priorit
 
 def run(scheduler: Scheduler, step: ScheduledStep) -> None:
     """What the engine does after the forwards, with a fixed token for a sampler."""
-    for admission in step.admissions:
-        admission.request.resident.receipt.release_state()
+    scheduler.note_launch(step)
+    for work in step.works:
+        work.request.num_landed_tokens = work.stop
     for chunk in step.prefill:
-        chunk.request.num_computed_tokens = chunk.stop
         if chunk.checkpoints:
             scheduler.residency.keep_checkpoints(chunk.request, chunk.checkpoints)
         if chunk.is_last:
             chunk.request.tokens.append(7)
     for row in step.decode:
-        row.request.num_computed_tokens += 1
-        if row.checkpoint is not None:
-            row.request.resident.tracked = row.checkpoint
         row.request.tokens.append(7)
 
 
@@ -184,7 +181,9 @@ def test_a_fresh_start_forgets_who_was_suspected(arrivals: Iterator[int]) -> Non
     requests = [new_request(arrivals, 10, first=100 * place) for place in range(3)]
     for request in requests[:2]:
         scheduler.add(request)
-    scheduler.reset(scheduler.schedule())
+    step = scheduler.schedule()
+    scheduler.suspect(step)
+    scheduler.reset(step)
     assert all(request.runs_alone for request in requests[:2])
     scheduler.residency.supply.start_over()
     scheduler.residency.table.start_over()

@@ -14,10 +14,10 @@ from hybrid_runtime.scheduling.sharing import find_leader, shared_length, still_
 tokens_of_few = st.lists(st.integers(0, 1), min_size=1, max_size=10)
 
 
-def request_of(tokens: list[int], *, computed: int = 0, name: str = "") -> Request:
+def request_of(tokens: list[int], *, computed: int = 0, landed: int | None = None, name: str = "") -> Request:
     buffer = TokenBuffer(np.array(tokens, dtype=np.int32), 20)
     request = Request(name or str(tokens), 0, SamplingParams(), buffer, priority=0, arrival=0, seed=0)
-    request.num_computed_tokens = computed
+    request.num_computed_tokens, request.num_landed_tokens = computed, computed if landed is None else landed
     return request
 
 
@@ -29,14 +29,20 @@ def best_length(request: Request, leader: Request, state_length: int, min_saving
         if ours != theirs:
             break
         common += 1
-    return common if common > leader.num_computed_tokens and common - state_length >= saving else 0
+    if common <= leader.num_computed_tokens:  # in flight are the checkpoints that are due, and nothing can be added
+        lengths = [length for length in leader.due_checkpoints if leader.num_landed_tokens < length <= common]
+        common = max(lengths, default=0)
+    return common if common > leader.num_landed_tokens and common - state_length >= saving else 0
 
 
 @st.composite
 def leaders(draw: st.DrawFn) -> Request:
     tokens = draw(tokens_of_few)
     name = draw(st.sampled_from(["follower", ""]))
-    return request_of(tokens, computed=draw(st.integers(0, len(tokens) - 1)), name=name)
+    computed = draw(st.integers(0, len(tokens)))
+    request = request_of(tokens, computed=computed, landed=draw(st.integers(0, computed)), name=name)
+    request.due_checkpoints = dict.fromkeys(draw(st.sets(st.integers(1, len(tokens)))), "hint")
+    return request
 
 
 @given(
@@ -79,10 +85,10 @@ def test_a_request_waits_as_long_as_the_state_is_to_come() -> None:
     assert not still_follows(follower)
     follower.following = Following(leader, 5)
     leader.status, leader.due_checkpoints = RequestStatus.RUNNING, {5: "junction", 7: "tail"}
-    for computed, expected in ((0, True), (4, True), (5, False), (6, False)):
-        leader.num_computed_tokens = computed
+    for landed, expected in ((0, True), (4, True), (5, False), (6, False)):
+        leader.num_landed_tokens, leader.num_computed_tokens = landed, 7
         assert still_follows(follower) is expected
-    leader.num_computed_tokens = 4
+    leader.num_landed_tokens = 4
     for status in (RequestStatus.WAITING, RequestStatus.FINISHED):
         leader.status = status
         assert not still_follows(follower)
