@@ -55,6 +55,7 @@ class RuntimeConfig:
     checkpoint_interval: tokens between checkpoints inside a prompt; None: off
     track_interval: decoded tokens between periodic checkpoints; None: off
     min_saving: tokens that a checkpoint at a junction, or waiting for another request, must save
+    overlap: schedule a step while the one before runs; None: on CUDA only
     seed: the seeds of requests that bring none are drawn from it
     debug_checks: assert after every step that each slot of both pools has one owner
     """
@@ -76,6 +77,7 @@ class RuntimeConfig:
     checkpoint_interval: int | None = None
     track_interval: int | None = 256
     min_saving: int = DEFAULT_MIN_SAVING
+    overlap: bool | None = None
     seed: int = 0
     debug_checks: bool = False
 
@@ -95,6 +97,8 @@ class RuntimeConfig:
             require_int(name, getattr(self, name), minimum=0, maximum=INT64_MAX)
         for name in ("enable_prefix_cache", "debug_checks"):
             require_bool(name, getattr(self, name))
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise invalid("overlap", self.overlap, "must be True, False or None")
         self._check_host_cache()
         normalize_integers(self)
 

@@ -9,6 +9,7 @@ import torch
 from hybrid_runtime.config import RuntimeConfig
 from hybrid_runtime.engine.engine import Engine
 from hybrid_runtime.engine.host_cache import build_host_tier
+from hybrid_runtime.engine.launching import DirectLauncher, StepLauncher, ThreadLauncher
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.runner import ModelRunner
 from hybrid_runtime.memory.available import available_bytes
@@ -44,6 +45,8 @@ def build_engine(
             plan.max_model_len,
             model.spec.max_position_embeddings,
         )
+    is_cuda = model.device.type == "cuda"
+    overlaps = is_cuda if config.overlap is None else config.overlap
     memory = EngineMemory(
         plan,
         kv_layers,
@@ -51,8 +54,14 @@ def build_engine(
         max_num_seqs=config.max_num_seqs,
         eviction=config.eviction,
         device=model.device,
+        table_is_shared=not is_cuda and not overlaps,
     )
-    policy = CheckpointPolicy(config.min_saving, config.checkpoint_interval, config.track_interval)
+    policy = CheckpointPolicy(
+        config.min_saving,
+        config.checkpoint_interval,
+        config.track_interval,
+        num_track_slots=2 if overlaps else 1,
+    )
     if config.host_cache_bytes and config.enable_prefix_cache:
         memory.attach_tier(build_host_tier(config, plan, memory, kv_layers, state_layers))
     residency = Residency(
@@ -62,4 +71,14 @@ def build_engine(
         residency, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
     runner = ModelRunner(model, memory)
-    return plan, Engine(scheduler, runner, memory, tokenizer=tokenizer, debug_checks=config.debug_checks)
+    launcher: StepLauncher = ThreadLauncher(runner) if overlaps and not is_cuda else DirectLauncher(runner)
+    engine = Engine(
+        scheduler,
+        runner,
+        memory,
+        tokenizer=tokenizer,
+        debug_checks=config.debug_checks,
+        launcher=launcher,
+        overlaps=overlaps,
+    )
+    return plan, engine
