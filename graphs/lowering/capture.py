@@ -24,7 +24,7 @@ from torch._inductor.virtualized import V
 
 from hybrid_runtime.graphs.lowering.fake_cuda import UnsupportedVersionError
 from hybrid_runtime.graphs.lowering.step import PoolArgument, Step
-from hybrid_runtime.graphs.lowering.traffic import Traffic, extern_traffic, generated_traffic
+from hybrid_runtime.graphs.lowering.traffic import Traffic, extern_traffic, generated_traffic, sizes_by_symbol
 
 _OPTIONS = {
     "compile_threads": 1,
@@ -50,10 +50,15 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class LoweredStep:
-    """What Inductor made of a step. `traffic`: by region of the generated code ("" for the main part), per launch."""
+    """What Inductor made of a step.
+
+    `traffic`: by region of the generated code ("" for the main part), per launch. `sizes`: what the names of dynamic
+    sizes in the code stand for in the example.
+    """
 
     step: Step
     code: str
+    sizes: dict[str, int]
     inputs: tuple[GraphInput, ...]
     mutated: tuple[str, ...]
     traffic: dict[str, tuple[Traffic, ...]]
@@ -163,6 +168,7 @@ class _Recorder:
         return LoweredStep(
             step=step,
             code=self._code,
+            sizes={str(symbol): value for symbol, value in sizes_by_symbol(graph).items()},
             inputs=tuple(inputs),
             mutated=tuple(graph.mutated_inputs),
             traffic={region: tuple(launches) for region, launches in self._traffic.items()},

@@ -27,7 +27,7 @@ def examine(step: Step, assembler: Assembler = assemble) -> StepReport:
         lowered = lower(step)
     except LoweringError as error:
         return _report(step, begin, findings, refusal=str(error))
-    module = parse_module(lowered.code)
+    module = parse_module(lowered.code, lowered.sizes)
     codes = {name: assembler(source) for name, source in module.kernels.items() if module.launches[name]}
     findings += lowering_findings(lowered, module, codes)
     pool_names = {given.name: given.pool.name for given in lowered.inputs if given.pool is not None}

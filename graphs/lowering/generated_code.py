@@ -54,13 +54,13 @@ class GeneratedModule:
     host_work: tuple[str, ...]
 
 
-def parse_module(code: str) -> GeneratedModule:
-    """What the text of a generated module does when its `call` is called."""
+def parse_module(code: str, sizes: Mapping[str, int] | None = None) -> GeneratedModule:
+    """What the text of a generated module does when its `call` is called, with these values of its dynamic sizes."""
     tree = ast.parse(code)
     kernels = {name: source for name, source in map(_kernel_source, tree.body) if source is not None}
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     times = _times_called(functions)
-    reader = _Reader(kernels)
+    reader = _Reader(kernels, sizes or {})
     for name, count in times.items():
         reader.read(functions[name], count)
     return GeneratedModule(
@@ -105,8 +105,9 @@ def _calls(node: ast.AST) -> Iterator[ast.Call]:
 class _Reader:
     """Collects what the calls in function bodies do."""
 
-    def __init__(self, kernels: Mapping[str, KernelSource]) -> None:
+    def __init__(self, kernels: Mapping[str, KernelSource], sizes: Mapping[str, int]) -> None:
         self._kernels = kernels
+        self._sizes = sizes
         self.launches: Counter[str] = Counter()
         self.extern_calls: Counter[str] = Counter()
         self.allocations: list[Allocation] = []
@@ -139,13 +140,20 @@ class _Reader:
         name = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else ast.unparse(statement)
         device = ast.unparse(call.func).removeprefix("empty_strided_")
         sizes = call.args[0].elts if isinstance(call.args[0], ast.Tuple) else []
-        known = tuple(size.value for size in sizes if isinstance(size, ast.Constant) and isinstance(size.value, int))
+        known = tuple(size for size in map(self._value, sizes) if size is not None)
         dtype = getattr(torch, ast.unparse(call.args[2]).removeprefix("torch."))
         self.allocations.append(Allocation(name, known, dtype, device, times))
         if len(known) < len(sizes):
             self.host_work.append(f"{ast.unparse(statement)}  # a size that is known at run time only")
         if device != "cuda":
             self.host_work.append(ast.unparse(statement))
+
+    def _value(self, size: ast.expr) -> int | None:
+        """A size in numbers; None for one that is known at run time only."""
+        try:
+            return int(eval(ast.unparse(size), {"__builtins__": {}, "max": max, "min": min}, dict(self._sizes)))
+        except NameError:
+            return None
 
 
 def _mentions_cpu(call: ast.Call) -> bool:

@@ -146,9 +146,17 @@ def _shape_and_dtype(name: str) -> tuple[tuple[int, ...], Any]:
     return tuple(_size(size) for size in buffer.get_size()), buffer.get_dtype()
 
 
+def sizes_by_symbol(graph: Any) -> dict[Any, int]:
+    """What the symbols of dynamic sizes are in the example that the graph was lowered for."""
+    shape_env = graph.sizevars.shape_env
+    values = getattr(shape_env, "backed_var_to_val", None)  # its name from torch 2.12 on
+    return {symbol: int(value) for symbol, value in (shape_env.var_to_val if values is None else values).items()}
+
+
 def _size(expression: Any) -> int:
-    """A number of elements; a size known only at run time counts as none."""
-    return int(expression) if getattr(expression, "is_number", isinstance(expression, int)) else 0
+    """A number of elements, of dynamic sizes that of the example; what is known only at run time counts as none."""
+    value = expression if isinstance(expression, int) else expression.xreplace(sizes_by_symbol(V.graph))
+    return int(value) if isinstance(value, int) or value.is_number else 0
 
 
 def _numel(name: str) -> int:

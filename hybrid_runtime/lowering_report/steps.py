@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from hybrid_runtime.engine.steps import StepOutputs, choose_greedily, known_tokens
+from hybrid_runtime.graphs.compiled import mark_dynamic
 from hybrid_runtime.graphs.lowering.step import PoolArgument, Step, Trial
 from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory
 from hybrid_runtime.lowering_report.models import build_model
@@ -32,7 +33,10 @@ KV_SLOTS, STATE_SLOTS = 65536, 1020  # with the null slot both are prime, as `Po
 
 
 def steps_of(architecture: str) -> list[Step]:
-    """The steps of a model of this architecture, for a CUDA device, in bfloat16 with float32 states."""
+    """The steps of a model of this architecture, for a CUDA device, in bfloat16 with float32 states.
+
+    Numbers of rows and tokens are dynamic, as the engine has them, so that one graph serves every batch.
+    """
     trial = decode_trial(architecture)
     with FakeTensorMode():
         model = build_model(architecture, "cuda", torch.bfloat16)
@@ -47,6 +51,7 @@ def steps_of(architecture: str) -> list[Step]:
 def _decode_steps(name: str, model: HybridModel, memory: StepMemory, trial: Trial) -> Iterator[Step]:
     inputs, last_token_R = _decode_inputs(), _indices(BATCH + 1)
     x_BD = torch.empty(BATCH, model.spec.hidden_size, dtype=model.dtype, device="cuda")
+    mark_dynamic([x_BD, *_tensors(inputs)])
 
     def first(inputs: DecodeInputs, last_token_R: Tensor) -> Tensor:
         return model.embed(known_tokens(inputs.token_ids_B, inputs.request_rows_B, last_token_R))
@@ -66,6 +71,8 @@ def _decode_steps(name: str, model: HybridModel, memory: StepMemory, trial: Tria
 def _prefill_steps(name: str, model: HybridModel, memory: StepMemory) -> Iterator[Step]:
     inputs = _prefill_inputs()
     x_LD = torch.empty(sum(PROMPTS), model.spec.hidden_size, dtype=model.dtype, device="cuda")
+    mark_dynamic([x_LD, *_tensors(inputs), *_tensors(inputs.layout)])
+    mark_dynamic([inputs.layout.sequence_chunks_SJ], dim=1)
 
     def last(x_LD: Tensor, inputs: PrefillInputs) -> StepOutputs:
         return choose_greedily(model.logits(x_LD[inputs.logits_tokens_M]))
@@ -103,6 +110,10 @@ def _pools(
         for mixer, memory in zip(block.mixers, memories, strict=True)
         for name, tensor in memory.tensors.items()
     )
+
+
+def _tensors(inputs: DecodeInputs | PrefillInputs | RaggedLayout) -> list[Tensor]:
+    return [value for value in vars(inputs).values() if isinstance(value, Tensor)]
 
 
 def _indices(length: int) -> Tensor:

@@ -69,3 +69,16 @@ def test_host_work_is_named():
     )
     assert [line.partition(" = ")[0] for line in module.host_work] == ["buf0", "buf1", "count", "buf2"]
     assert module.allocations[1].shape == (4,)
+
+
+def test_dynamic_sizes_are_those_of_the_example():
+    code = dedent(
+        """
+        def call(args):
+            s77 = args[1]
+            buf0 = empty_strided_cuda((s77, max(1, s77 // 4), 3), (3, 3, 1), torch.bfloat16)
+        """
+    )
+    module = parse_module(code, {"s77": 8})
+    assert module.allocations == (Allocation("buf0", (8, 2, 3), torch.bfloat16, "cuda", 1),)
+    assert module.host_work == ()
