@@ -33,7 +33,7 @@ struct PieceResults {
 
 struct DecodeOperands {
   View q_BHD, k_UGD, v_UGV, table_RT, out_BHV;
-  double scale;
+  double scale = 1;
 };
 
 // Scores of the queries of one head with the keys of a piece, before scaling.
@@ -177,88 +177,108 @@ template <class C, class Q>
 inline void join_pieces(PieceResults<C>& results, int64_t first, int64_t last, int64_t head, Q* out_V) {
   C largest = -std::numeric_limits<C>::infinity(), sum{0};
   for (int64_t piece = first; piece < last; ++piece) largest = std::max(largest, results.of(piece, head)[0]);
-  C* total = results.of(first, head);
+  C* total_V = results.of(first, head) + 2;
   for (int64_t piece = first; piece < last; ++piece) {
     const C* result = results.of(piece, head);
     const C weight = exp_nonpositive(result[0] - largest);
     sum = multiply_add(weight, result[1], sum);
-    for (int64_t d = 2; d < results.value_dim + 2; ++d) {
-      total[d] = piece == first ? weight * result[d] : multiply_add(weight, result[d], total[d]);
+    if (piece == first) {
+#pragma omp simd
+      for (int64_t d = 0; d < results.value_dim; ++d) total_V[d] *= weight;
+    } else {
+#pragma omp simd
+      for (int64_t d = 0; d < results.value_dim; ++d) total_V[d] = multiply_add(weight, result[d + 2], total_V[d]);
     }
   }
-  for (int64_t d = 0; d < results.value_dim; ++d) out_V[d] = store<Q>(total[d + 2] / sum);
+#pragma omp simd
+  for (int64_t d = 0; d < results.value_dim; ++d) out_V[d] = store<Q>(total_V[d] / sum);
 }
 
-template <class Q, class S, class C>
-inline void decode_rows(const DecodeOperands& p, const std::vector<int64_t>& table_rows,
-                        const std::vector<Piece>& pieces, const std::vector<int64_t>& first_piece) {
-  const int64_t num_rows = p.q_BHD.sizes[0], num_heads = p.q_BHD.sizes[1], num_groups = p.k_UGD.sizes[1];
-  const int64_t key_dim = p.q_BHD.sizes[2], value_dim = p.v_UGV.sizes[2];
-  const int64_t bytes = kPieceLength * num_groups * (key_dim + value_dim) * sizeof(S);
-  PieceResults<C> results(pieces.size(), num_heads, value_dim);
-  std::atomic<int64_t> wrong_slot{kAny};
-  torch::stable::parallel_for(0, pieces.size(), grain_for(bytes), [&](int64_t begin, int64_t end) {
-    std::vector<C> scratch(num_heads / num_groups * kPieceLength + key_dim);
-    for (int64_t index = begin; index < end; ++index) {
-      const Piece& piece = pieces[index];
-      const int64_t slot = attend_piece<Q, S, C>(p, table_rows[piece.row], piece, results, index, scratch.data());
-      if (slot != kAny) wrong_slot = slot;
-    }
-  });
-  require(wrong_slot == kAny, "req_to_token names slot ", wrong_slot.load(), ", which the pool doesn't have");
-  for (int64_t row = 0; row < num_rows; ++row) {
-    for (int64_t head = 0; head < num_heads; ++head) {
-      join_pieces<C, Q>(results, first_piece[row], first_piece[row + 1], head, p.out_BHV.at<Q>(row, head));
-    }
-  }
-}
+// The pieces of every row's visible context, row by row.
+struct Pieces {
+  std::vector<Piece> pieces;
+  std::vector<int64_t> first_of_row, table_rows;
+};
 
-// q [B, H, D], k_pool [U, G, D], v_pool [U, G, V], req_to_token [R, T] int32, request_rows and context_lens [B] int64;
-// window: tokens that are visible, or kAny for all. Returns [B, H, V] in the dtype of q.
-inline Tensor decode_attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const Tensor& req_to_token,
-                               const Tensor& request_rows, const Tensor& context_lens, double scale, int64_t window) {
-  const Tensor rows = torch::stable::contiguous(q);
-  const View q_BHD = view_of(rows, "q_BHD", {kAny, kAny, kAny});
-  const int64_t num_rows = q_BHD.sizes[0], num_heads = q_BHD.sizes[1];
-  const View k_UGD = view_of(k_pool, "k_pool", {kAny, kAny, q_BHD.sizes[2]});
-  const View v_UGV = view_of(v_pool, "v_pool", {k_UGD.sizes[0], k_UGD.sizes[1], kAny});
-  const View table_RT = view_of(req_to_token, "req_to_token", {kAny, kAny});
-  const View rows_B = view_of(request_rows, "request_rows_B", {num_rows});
-  const View lens_B = view_of(context_lens, "context_lens_B", {num_rows});
-  require(k_UGD.sizes[1] > 0 && num_heads % k_UGD.sizes[1] == 0, "k_pool has ", k_UGD.sizes[1], " heads for ",
-          num_heads);
-  require(k_UGD.dtype == v_UGV.dtype, "k_pool and v_pool must have one dtype");
-  require_inner_contiguous(k_UGD, 3, 2);
-  require_inner_contiguous(v_UGV, 3, 2);
+inline Pieces cut_contexts(const View& table_RT, const View& rows_B, const View& lens_B, int64_t window) {
   require_dtype(table_RT, ScalarType::Int, "int32");
   require_dtype(rows_B, ScalarType::Long, "int64");
   require_dtype(lens_B, ScalarType::Long, "int64");
   require(window == kAny || window > 0, "window must be at least 1, not ", window);
-
-  std::vector<Piece> pieces;
-  std::vector<int64_t> first_piece(num_rows + 1), table_rows(num_rows);
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const int64_t length = *lens_B.at<int64_t>(row);
-    table_rows[row] = *rows_B.at<int64_t>(row);
-    require(0 <= table_rows[row] && table_rows[row] < table_RT.sizes[0], "request_rows_B[", row, "] is ",
-            table_rows[row], ", which is no row of the table");
+  Pieces cut;
+  cut.first_of_row.push_back(0);
+  for (int64_t row = 0; row < lens_B.sizes[0]; ++row) {
+    const int64_t length = *lens_B.at<int64_t>(row), table_row = *rows_B.at<int64_t>(row);
+    require(0 <= table_row && table_row < table_RT.sizes[0], "request_rows_B[", row, "] is ", table_row,
+            ", which is no row of the table");
     require(1 <= length && length <= table_RT.sizes[1], "context_lens_B[", row, "] is ", length, ", not in 1..",
             table_RT.sizes[1]);
-    for (int64_t begin = window == kAny ? 0 : std::max<int64_t>(0, length - window); begin < length;
-         begin += kPieceLength) {
-      pieces.push_back({row, begin, std::min(begin + kPieceLength, length)});
+    const int64_t first = window == kAny ? 0 : std::max<int64_t>(0, length - window);
+    for (int64_t begin = first; begin < length; begin += kPieceLength) {
+      cut.pieces.push_back({row, begin, std::min(begin + kPieceLength, length)});
     }
-    first_piece[row + 1] = pieces.size();
+    cut.first_of_row.push_back(cut.pieces.size());
+    cut.table_rows.push_back(table_row);
   }
+  return cut;
+}
 
-  Tensor out = torch::stable::new_empty(q, {num_rows, num_heads, v_UGV.sizes[2]});
-  const View out_BHV = view_of(out, "out_BHV", {num_rows, num_heads, v_UGV.sizes[2]});
-  const DecodeOperands operands{q_BHD, k_UGD, v_UGV, table_RT, out_BHV, scale};
-  with_float_type(q_BHD.dtype, q_BHD.name, [&](auto q_zero) {
-    with_float_type(k_UGD.dtype, k_UGD.name, [&](auto pool_zero) {
-      using Q = decltype(q_zero);
-      decode_rows<Q, decltype(pool_zero), arithmetic_t<Q>>(operands, table_rows, pieces, first_piece);
-    });
+template <class Q, class S, class C>
+inline void decode_rows(const DecodeOperands& p, const Pieces& cut) {
+  const int64_t num_rows = p.q_BHD.sizes[0], num_heads = p.q_BHD.sizes[1], num_groups = p.k_UGD.sizes[1];
+  const int64_t key_dim = p.q_BHD.sizes[2], value_dim = p.v_UGV.sizes[2], num_pieces = cut.pieces.size();
+  PieceResults<C> results(num_pieces, num_heads, value_dim);
+  std::atomic<int64_t> wrong_slot{kAny};
+  const int64_t piece_bytes = kPieceLength * num_groups * (key_dim + value_dim) * sizeof(S);
+  torch::stable::parallel_for(0, num_pieces, grain_for(piece_bytes), [&](int64_t begin, int64_t end) {
+    std::vector<C> scratch(num_heads / num_groups * kPieceLength + key_dim);
+    for (int64_t index = begin; index < end; ++index) {
+      const Piece& piece = cut.pieces[index];
+      const int64_t slot = attend_piece<Q, S, C>(p, cut.table_rows[piece.row], piece, results, index, scratch.data());
+      if (slot != kAny) wrong_slot = slot;
+    }
+  });
+  require(wrong_slot == kAny, "req_to_token names slot ", wrong_slot.load(), ", which the pool doesn't have");
+  const int64_t row_bytes = num_pieces * num_heads * value_dim * sizeof(C) / std::max<int64_t>(1, num_rows);
+  torch::stable::parallel_for(0, num_rows, grain_for(row_bytes), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t head = 0; head < num_heads; ++head) {
+        join_pieces<C, Q>(results, cut.first_of_row[row], cut.first_of_row[row + 1], head, p.out_BHV.at<Q>(row, head));
+      }
+    }
+  });
+}
+
+// q [B, H, D], k_pool [U, G, D], v_pool [U, G, V], req_to_token [R, T] int32, request_rows and context_lens [B] int64;
+// window: tokens that are visible, or kAny for all. Returns [B, H, V] in the dtype of q. Pools are float64 if q is.
+inline Tensor decode_attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const Tensor& req_to_token,
+                               const Tensor& request_rows, const Tensor& context_lens, double scale, int64_t window) {
+  const Tensor rows = torch::stable::contiguous(q);
+  DecodeOperands p;
+  p.scale = scale;
+  p.q_BHD = view_of(rows, "q_BHD", {kAny, kAny, kAny});
+  const int64_t num_rows = p.q_BHD.sizes[0], num_heads = p.q_BHD.sizes[1];
+  p.k_UGD = view_of(k_pool, "k_pool", {kAny, kAny, p.q_BHD.sizes[2]});
+  p.v_UGV = view_of(v_pool, "v_pool", {p.k_UGD.sizes[0], p.k_UGD.sizes[1], kAny});
+  require_groups(p.k_UGD, p.k_UGD.sizes[1], num_heads);
+  require(p.k_UGD.dtype == p.v_UGV.dtype, "k_pool and v_pool must have one dtype");
+  require_inner_contiguous(p.k_UGD, 3, 2);
+  require_inner_contiguous(p.v_UGV, 3, 2);
+  p.table_RT = view_of(req_to_token, "req_to_token", {kAny, kAny});
+  const Pieces cut = cut_contexts(p.table_RT, view_of(request_rows, "request_rows_B", {num_rows}),
+                                  view_of(context_lens, "context_lens_B", {num_rows}), window);
+
+  const int64_t value_dim = p.v_UGV.sizes[2];
+  Tensor out = torch::stable::new_empty(q, {num_rows, num_heads, value_dim});
+  p.out_BHV = view_of(out, "out_BHV", {num_rows, num_heads, value_dim});
+  if (p.q_BHD.dtype == ScalarType::Double) {
+    require_dtype(p.k_UGD, ScalarType::Double, "float64");
+    decode_rows<double, double, double>(p, cut);
+    return out;
+  }
+  with_narrow_float_type(p.q_BHD.dtype, p.q_BHD.name, [&](auto q_zero) {
+    with_narrow_float_type(p.k_UGD.dtype, p.k_UGD.name,
+                           [&](auto pool_zero) { decode_rows<decltype(q_zero), decltype(pool_zero), float>(p, cut); });
   });
   return out;
 }

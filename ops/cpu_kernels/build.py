@@ -38,7 +38,8 @@ def _built_library() -> Path:
     compiler = cpp_extension.get_cxx_compiler()
     target = _run(compiler, ["-march=native", "-E", "-dM", "-x", "c++", os.devnull])
     digest = hashlib.sha256("\0".join([target, torch.__version__, *FLAGS]).encode())
-    for path in [*sorted(SOURCE.parent.glob("*.h")), SOURCE]:
+    sources = sorted(SOURCE.parent.glob("*.cpp"))
+    for path in [*sorted(SOURCE.parent.glob("*.h")), *sources]:
         digest.update(path.read_bytes())
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     library = folder / "hybrid_runtime" / f"cpu_kernels_{digest.hexdigest()[:20]}.so"
@@ -48,7 +49,7 @@ def _built_library() -> Path:
         libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
         with tempfile.TemporaryDirectory(dir=library.parent) as work:
             built = Path(work) / library.name
-            _run(compiler, [*FLAGS, *includes, str(SOURCE), "-o", str(built), *libraries, "-ltorch_cpu"])
+            _run(compiler, [*FLAGS, *includes, *map(str, sources), "-o", str(built), *libraries, "-ltorch_cpu"])
             # At once: another process never sees half a library. Two builders write the same.
             built.replace(library)
     return library

@@ -84,16 +84,14 @@ inline Tensor conv_step(const Tensor& x, const Tensor& weight, const std::option
                         const Tensor& slots) {
   const ConvWeights weights = conv_weights(weight, bias);
   const int64_t num_channels = weights.num_channels(), num_taps = weights.num_taps();
-  const View slots_B = view_of(slots, "slots_B", {kAny});
-  const int64_t num_rows = slots_B.sizes[0];
   const Tensor rows = with_adjacent_channels(x);
-  const View x_BD = view_of(rows, "x_BD", {num_rows, num_channels});
   const View pool = view_of(window_pool, "window_pool", {kAny, num_taps - 1, num_channels});
+  const std::vector<int64_t> slot_B = checked_slots(slots, pool.sizes[0]);
+  const int64_t num_rows = slot_B.size();
+  const View x_BD = view_of(rows, "x_BD", {num_rows, num_channels});
   require(pool.dtype == x_BD.dtype, "window_pool and x_BD must have one dtype");
   require(num_taps <= kMaxTaps, "weight_DW has ", num_taps, " taps, more than ", kMaxTaps);
   require_inner_contiguous(pool, 3, 1);
-  std::vector<int64_t> copy;
-  const int64_t* slot_B = checked_slots(slots_B, pool.sizes[0], copy);
 
   Tensor y = torch::stable::new_empty(x, {num_rows, num_channels});
   const View y_BD = view_of(y, "y_BD", {num_rows, num_channels});

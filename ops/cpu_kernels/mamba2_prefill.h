@@ -208,7 +208,7 @@ inline std::tuple<Tensor, Tensor> mamba2_prefill(const Tensor& x, const Tensor& 
   const int64_t num_groups = b_LGN.sizes[1];
   const View c_LGN = view_of(c, "c_LGN", {num_tokens, num_groups, state_dim});
   const View dt_LH = view_of(dt, "dt_LH", {num_tokens, num_heads}), a_H = view_of(a, "a_H", {num_heads});
-  require(num_groups > 0 && num_heads % num_groups == 0, "b_LGN has ", num_groups, " groups for ", num_heads, " heads");
+  require_groups(b_LGN, num_groups, num_heads);
   const auto segments =
       cut_sequences(token_sequence, token_offset, state_sequence, state_length, num_tokens, num_sequences);
   const int64_t num_states = state_sequence.size(0);
@@ -231,7 +231,7 @@ inline std::tuple<Tensor, Tensor> mamba2_prefill(const Tensor& x, const Tensor& 
       for (int64_t group = 0; group < num_groups; ++group) multiply_inputs(p, block, group, num_groups);
     });
   }
-  with_float_type(x_LHP.dtype, x_LHP.name, [&](auto zero) {
+  with_narrow_float_type(x_LHP.dtype, x_LHP.name, [&](auto zero) {
     using X = decltype(zero);
     for (int64_t token = 0; token < num_tokens; ++token) {
       if (is_padding(token)) std::fill_n(p.y_LHP.at<X>(token), num_heads * head_dim, store<X>(0.0f));

@@ -34,9 +34,9 @@ constexpr int kMaxRank = 4;
 
 // Address, dtype, sizes and strides (in elements) of a CPU tensor that somebody else keeps alive.
 struct View {
-  const char* name;
-  char* data;
-  ScalarType dtype;
+  const char* name = nullptr;
+  char* data = nullptr;
+  ScalarType dtype = ScalarType::Float;
   std::array<int64_t, kMaxRank> sizes{};
   std::array<int64_t, kMaxRank> strides{};
 
@@ -51,7 +51,10 @@ inline View view_of(const Tensor& tensor, const char* name, std::initializer_lis
   require(tensor.is_cpu(), name, " must be a CPU tensor");
   require(tensor.dim() == static_cast<int64_t>(shape.size()), name, " must have ", shape.size(), " axes, not ",
           tensor.dim());
-  View view{name, static_cast<char*>(tensor.data_ptr()), tensor.scalar_type()};
+  View view;
+  view.name = name;
+  view.data = static_cast<char*>(tensor.data_ptr());
+  view.dtype = tensor.scalar_type();
   int axis = 0;
   for (int64_t expected : shape) {
     int64_t size = tensor.size(axis);
@@ -77,16 +80,22 @@ inline void require_inner_contiguous(const View& view, int rank, int num_leading
   }
 }
 
-// Checks the slots of `slots_B` against the size of a pool.
-inline const int64_t* checked_slots(const View& slots, int64_t num_slots, std::vector<int64_t>& copy) {
-  require_dtype(slots, ScalarType::Long, "int64");
-  copy.resize(slots.sizes[0]);
-  for (int64_t row = 0; row < slots.sizes[0]; ++row) {
-    copy[row] = *slots.at<int64_t>(row);
-    require(0 <= copy[row] && copy[row] < num_slots, slots.name, "[", row, "] is ", copy[row],
+inline void require_groups(const View& view, int64_t num_groups, int64_t num_heads) {
+  require(num_groups > 0 && num_heads % num_groups == 0, view.name, " has ", num_groups, " groups for ", num_heads,
+          " heads");
+}
+
+// The slots [B] of a pool of `num_slots`.
+inline std::vector<int64_t> checked_slots(const Tensor& slots, int64_t num_slots) {
+  const View slots_B = view_of(slots, "slots_B", {kAny});
+  require_dtype(slots_B, ScalarType::Long, "int64");
+  std::vector<int64_t> checked(slots_B.sizes[0]);
+  for (size_t row = 0; row < checked.size(); ++row) {
+    checked[row] = *slots_B.at<int64_t>(row);
+    require(0 <= checked[row] && checked[row] < num_slots, "slots_B[", row, "] is ", checked[row],
             ", which is no slot of a pool of ", num_slots);
   }
-  return copy.data();
+  return checked;
 }
 
 // Calls `function` with a value of the element type of `dtype`: float, BFloat or double.
@@ -103,6 +112,17 @@ inline void with_float_type(ScalarType dtype, const char* name, const F& functio
   }
 }
 
+// As `with_float_type`, without double.
+template <class F>
+inline void with_narrow_float_type(ScalarType dtype, const char* name, const F& function) {
+  if (dtype == ScalarType::Float) {
+    function(float{});
+  } else {
+    require(dtype == ScalarType::BFloat16, name, " must be of dtype float32 or bfloat16");
+    function(BFloat{});
+  }
+}
+
 // Copies the last axis at (i, j) of a tensor of `rank` axes, of any float dtype and stride, to `out`.
 template <class C>
 inline void read_last_axis(const View& view, int rank, int64_t i, int64_t j, C* out) {
@@ -116,6 +136,18 @@ inline void read_last_axis(const View& view, int rank, int64_t i, int64_t j, C* 
     } else {
       for (int64_t n = 0; n < size; ++n) out[n] = load<C>(from[n * stride]);
     }
+  });
+}
+
+// The reverse, to a tensor whose last axis is contiguous.
+template <class C>
+inline void write_last_axis(const C* from, const View& view, int rank, int64_t i, int64_t j) {
+  with_float_type(view.dtype, view.name, [&](auto zero) {
+    using T = decltype(zero);
+    T* to = rank == 3 ? view.at<T>(i, j) : rank == 2 ? view.at<T>(i) : view.at<T>();
+    const int64_t size = view.sizes[rank - 1];
+#pragma omp simd
+    for (int64_t n = 0; n < size; ++n) to[n] = store<T>(from[n]);
   });
 }
 

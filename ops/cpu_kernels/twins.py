@@ -15,7 +15,7 @@ from hybrid_runtime.ops.cpu_kernels import schemas  # noqa: F401 (defines the op
 from hybrid_runtime.ops.cpu_kernels.build import ensure_built
 from hybrid_runtime.ops.ragged import RaggedLayout
 
-_STORED = (torch.bfloat16, torch.float32, torch.float64)
+_NARROW = {torch.bfloat16, torch.float32}
 _ops = torch.ops.hybrid_runtime
 
 
@@ -25,7 +25,7 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     Weights are read as they are, `[O, I]` and contiguous: no packed copy. Sums are float32. More rows, other dtypes and
     other strides go to aten.
     """
-    if not weight_OI.is_floating_point() or weight_OI.dtype not in _STORED:
+    if not _is_stored(weight_OI):
         return functional.linear(x, weight_OI, bias_O)
     _build_unless_traced()
     return _ops.linear(x, weight_OI, bias_O)
@@ -49,7 +49,7 @@ def mamba2_chunked(
     Float64 operands go to the PyTorch form.
     """
     operands = (x_LHP, dt_LH, a_H, b_LGN, c_LGN, h0_SHPN)
-    if not {operand.dtype for operand in operands} <= {torch.bfloat16, torch.float32}:
+    if not {operand.dtype for operand in operands} <= _NARROW:
         return opaque.mamba2_chunked(*operands, layout)
     _build_unless_traced()
     return _ops.mamba2_prefill(
@@ -88,7 +88,7 @@ def kda_step(
 
 def conv_step(x_BD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, window_pool: Tensor, slots_B: Tensor) -> Tensor:
     """As `ops.conv.conv_step`, to the same bits; slot 0 is left as it is."""
-    if not _one_wide_or_narrow(x_BD, window_pool, weight_DW, bias_D):
+    if window_pool.dtype != x_BD.dtype or not _have_one_width(x_BD, weight_DW, bias_D):
         return conv.conv_step(x_BD, weight_DW, bias_D, window_pool, slots_B)
     _build_unless_traced()
     return _ops.conv_step(x_BD, weight_DW, bias_D, window_pool, slots_B)
@@ -99,7 +99,7 @@ def causal_conv(
 ) -> tuple[Tensor, Tensor]:
     """As `ops.conv.causal_conv`, to the same bits."""
     windows_SWD = windows_SWD.to(x_LD.dtype)
-    if not _one_wide_or_narrow(x_LD, windows_SWD, weight_DW, bias_D):
+    if not _have_one_width(x_LD, weight_DW, bias_D):
         return conv.causal_conv(x_LD, weight_DW, bias_D, windows_SWD, layout)
     _build_unless_traced()
     first_R = layout.chunk_tokens_CQ[layout.state_chunk_R, 0]
@@ -132,7 +132,7 @@ def decode_attention(
 
     Copies no keys or values. The work is split by pieces of a context, so that one long row uses all threads.
     """
-    if q_BHD.dtype not in _STORED or k_pool.dtype not in _STORED or k_pool.dtype != v_pool.dtype:
+    if k_pool.dtype != v_pool.dtype or not _have_one_width(q_BHD, k_pool):
         return attention.decode_attention(
             q_BHD,
             k_pool,
@@ -188,16 +188,19 @@ def decode_mla(
 
 def _arithmetic_is_the_pools(state_pool: Tensor, *operands: Tensor) -> bool:
     """Whether a kernel exists for these dtypes: the arithmetic of the state update follows from the pool's alone."""
-    dtypes = {operand.dtype for operand in operands}
-    wide_operand = torch.float64 in dtypes and state_pool.dtype != torch.float64
-    return dtypes <= set(_STORED) and state_pool.dtype in _STORED and not wide_operand
+    return _is_stored(state_pool, *operands) and (
+        state_pool.dtype == torch.float64 or all(operand.dtype != torch.float64 for operand in operands)
+    )
 
 
-def _one_wide_or_narrow(x: Tensor, windows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a kernel exists for these dtypes: windows like x, and all of them float64 or none."""
-    dtypes = {weight.dtype, x.dtype} if bias is None else {weight.dtype, x.dtype, bias.dtype}
-    one_width = dtypes == {torch.float64} or dtypes <= {torch.bfloat16, torch.float32}
-    return one_width and windows.dtype == x.dtype
+def _have_one_width(*tensors: Tensor | None) -> bool:
+    """Whether a kernel exists for these dtypes: all of them float64, or none."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    return dtypes == {torch.float64} or dtypes <= _NARROW
+
+
+def _is_stored(*tensors: Tensor) -> bool:
+    return {tensor.dtype for tensor in tensors} <= {*_NARROW, torch.float64}
 
 
 def _build_unless_traced() -> None:

@@ -144,7 +144,7 @@ def test_neither_threads_nor_other_rows_change_a_bit(dtype: torch.dtype, use_thr
         (lambda d: replace(d, k_pool=d.k_pool[..., :-1]), "k_pool must have size 24 on axis 2"),
         (lambda d: replace(d, k_pool=d.k_pool[1:]), "v_pool must have size"),
         (lambda d: replace(d, k_pool=poisoned(d.k_pool)), "k_pool must be contiguous behind its first 2 axes"),
-        (lambda d: replace(d, q_BHD=d.q_BHD[:, :5]), "k_pool has 2 heads for 5"),
+        (lambda d: replace(d, q_BHD=d.q_BHD[:, :5]), "k_pool has 2 groups for 5 heads"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, complaint: str) -> None:

@@ -86,7 +86,7 @@ def test_a_step_is_the_plain_form_bit_for_bit(
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda x, w, b, pool, slots: (x, w, b, pool, slots + 5), "is no slot of a pool of 9"),
+        (lambda x, w, b, pool, slots: (x, w, b, pool, slots + 5), "slots_B.3. is 9, which is no slot of a pool of 9"),
         (lambda x, w, b, pool, slots: (x, w, b, pool, slots[1:]), "x_BD must have size 4 on axis 0"),
         (lambda x, w, b, pool, slots: (x[:, 1:], w, b, pool, slots), "x_BD must have size 6 on axis 1"),
         (lambda x, w, b, pool, slots: (x, w[:, 1:], b, pool, slots), "window_pool must have size 2 on axis 1"),

@@ -182,7 +182,10 @@ def test_no_rows_are_no_work() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda parts, pool, slots: (parts, pool, slots + 20), "is no slot of a pool of 13"),
+        (
+            lambda parts, pool, slots: (parts, pool, slots * 0 + 13),
+            "slots_B.0. is 13, which is no slot of a pool of 13",
+        ),
         (lambda parts, pool, slots: (parts, pool, -slots), "is no slot of a pool of 13"),
         (lambda parts, pool, slots: (parts, pool, slots.int()), "slots_B must be of dtype int64"),
         (lambda parts, pool, slots: (parts, pool, slots[:-1]), "must have size 4"),

@@ -1,0 +1,65 @@
+"""Linear layers whose weights were laid out for the kernel once, when they were loaded: bfloat16 only.
+
+Shapes: M rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn import functional
+
+from hybrid_runtime.ops.cpu_kernels.build import ensure_built
+
+PANEL_OUTPUTS = 32
+
+_library = torch.library.Library("hybrid_runtime", "FRAGMENT")
+_library.define("packed_linear(Tensor x, Tensor packed, int num_outputs, Tensor? bias_O) -> Tensor")
+
+
+def packing_pays(weight: Tensor) -> bool:
+    """Whether `pack` takes these weights and this processor multiplies bfloat16, so that packing them pays.
+
+    Where it doesn't, `packed_linear` is right but slow; `linear` reads weights as they are.
+    """
+    packable = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.dim() == 2
+    return packable and bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
+
+
+def pack(weight_OI: Tensor) -> Tensor:
+    """The weights as `[panels, pairs, 32, 2]`: 32 outputs by pairs of inputs, with zeros behind the last ones.
+
+    A new bfloat16 tensor, of as many bytes as the weights if O is a multiple of 32 and I of 2; the weights are left as
+    they are. Raises ValueError unless they are a bfloat16 matrix on the CPU.
+    """
+    if weight_OI.device.type != "cpu" or weight_OI.dtype != torch.bfloat16 or weight_OI.dim() != 2:
+        raise ValueError(
+            f"only a bfloat16 matrix on the CPU can be packed, not {tuple(weight_OI.shape)} of {weight_OI.dtype} on "
+            f"{weight_OI.device}"
+        )
+    num_outputs, num_inputs = weight_OI.shape
+    padded = functional.pad(weight_OI, (0, num_inputs % 2, 0, -num_outputs % PANEL_OUTPUTS))
+    panels = rearrange(padded, "(panel o) (pair two) -> panel pair o two", o=PANEL_OUTPUTS, two=2)
+    return panels.clone(memory_format=torch.contiguous_format)
+
+
+def packed_linear(x: Tensor, packed: Tensor, num_outputs: int, bias_O: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear` with `packed = pack(weight_OI)`; x `[..., I]`, result `[..., num_outputs]`.
+
+    All tensors are bfloat16. Sums are float32, rounded once; bfloat16 inputs that are subnormal may count as zero. A
+    row's result does not depend on the other rows, on their number or on the number of threads. Reads the weights once
+    from memory.
+
+    Raises ValueError, before anything is read, if x is not contiguous on its last axis, or dtypes or sizes don't fit.
+    An odd I can't be told from I + 1.
+    """
+    if not torch.compiler.is_compiling():
+        ensure_built()
+    return torch.ops.hybrid_runtime.packed_linear(x, packed, num_outputs, bias_O)
+
+
+@torch.library.register_fake("hybrid_runtime::packed_linear", lib=_library)
+def _packed_linear(x: Tensor, packed: Tensor, num_outputs: int, bias_O: Tensor | None) -> Tensor:
+    ensure_built()  # a traced program holds the kernel itself, so that tracing, too, is a first use
+    return x.new_empty(*x.shape[:-1], num_outputs)
