@@ -22,10 +22,11 @@ def median(measure: Callable[[], float], repeats: int) -> float:
 
 
 def machine() -> str:
-    """Processor and versions, in one line."""
+    """Processors and versions, in one line."""
+    gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
     return (
-        f"{platform.machine()}, {_cpu_model()}, {torch.get_num_threads()} threads, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, NumPy {np.__version__}"
+        f"{gpu}{platform.machine()}, {_cpu_model()}, {torch.get_num_threads()} threads, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}"
     )
 
 
