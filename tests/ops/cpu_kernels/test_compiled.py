@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 from hybrid_runtime.ops import cpu_kernels
+from hybrid_runtime.ops.ragged import RaggedLayout
 
 NUM_SLOTS, HEADS, HEAD_DIM, STATE_DIM, TAPS = 9, 6, 4, 10, 4
 CHANNELS = HEADS * HEAD_DIM + 2 * STATE_DIM
@@ -111,17 +112,24 @@ def test_linear_does_not_guard_on_the_number_of_rows() -> None:
     assert counter.frame_count == 1
 
 
-def test_the_schemas_say_what_is_written() -> None:
+def test_the_schemas_and_shapes_are_those_of_the_kernels() -> None:
     x_BD, weights, pools, slots_B, table, lens_B = operands(3)
     ops = torch.ops.hybrid_runtime
     heads, groups = torch.randn(3, HEADS, HEAD_DIM), torch.randn(3, 2, HEAD_DIM)
     group_N = torch.randn(3, 1, STATE_DIM)
     rates_BH = -torch.rand(3, HEADS)
+    layout = RaggedLayout.build([4, 2], [[1, 4], [2]], num_tokens=7)
+    sequences = (layout.token_sequence_L, layout.token_offset_L, layout.state_sequence_R, layout.state_length_R)
+    ends = torch.tensor([1, 4, 6])
+    token_N = torch.randn(7, 1, STATE_DIM)
+    prefill_parts = (torch.randn(7, HEADS, HEAD_DIM), torch.rand(7, HEADS), weights["decay"], token_N, token_N)
     calls = [
         (ops.linear, (x_BD, weights["input"], None)),
         (ops.conv_step, (torch.randn(3, CHANNELS), weights["conv"], None, pools["window"], slots_B)),
         (ops.mamba2_step, (heads, -rates_BH, weights["decay"], group_N, group_N, pools["ssm"], slots_B)),
         (ops.delta_step, (groups, groups, heads, rates_BH[..., None], -rates_BH, pools["delta"], slots_B)),
+        (ops.causal_conv, (torch.randn(7, CHANNELS), weights["conv"], None, pools["window"][:2], *sequences, ends)),
+        (ops.mamba2_prefill, (*prefill_parts, pools["ssm"][:2], *sequences)),
         (ops.decode_attention, (heads, pools["keys"], pools["values"], table, slots_B, lens_B, 0.5, -1)),
     ]
     for op, arguments in calls:
