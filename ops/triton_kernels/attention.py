@@ -29,8 +29,8 @@ NUM_PROCESSORS = 132  # of an H200
 MAX_SPLITS = 128
 MIN_SPLIT_TOKENS = 64  # a shorter split would cost more in partial results than it brings in parallel reads
 MIN_DOT_SIZE = 16  # the smallest side of a matrix product in Triton
-MAX_HEADS = 32  # query heads of one program
-COMBINE_ELEMENTS = 8192
+MAX_HEADS, MAX_HEADS_WIDE = 32, 16  # query heads of one program; the fewer for operands of more than 16 bits
+COMBINE_ELEMENTS = 4096
 
 
 @triton_op("hybrid_runtime::decode_attention", mutates_args=())
@@ -49,7 +49,8 @@ def decode_attention(
     """Attention of one new token per row, the last of a context of `context_lens_B` (int64, at least 1) tokens.
 
     Contract of `hybrid_runtime.ops.attention.decode_attention`; the pools are contiguous. Reads each visible key and
-    value once (once per 32 query heads, if more share it) and keeps `S H (V + 1)` partial numbers of a row.
+    value once (once for each 32 query heads that share it; 16, for wide operands) and keeps `S H (V + 1)` partial
+    numbers of a row.
     """
     return _attend(
         q_BHD,
@@ -141,15 +142,16 @@ class _Tiling:
     programs: int  # aimed at, for each processor
 
     @classmethod
-    def of(cls, num_channels: int, *, is_narrow: bool) -> _Tiling:
-        """`num_channels`: what is read of a token for one key-value head."""
+    def of(cls, num_channels: int, block_heads: int, *, is_narrow: bool) -> _Tiling:
+        """`num_channels`: what is read of a token for one key-value head; `block_heads`: query heads of a program."""
         if not is_narrow:
             return cls(tokens=16, warps=8, stages=5, programs=4)
         if num_channels <= 256:
             return cls(tokens=64, warps=4, stages=5, programs=4)
         if num_channels <= 512:
-            return cls(tokens=32, warps=8, stages=5, programs=4)
-        # a program fills a processor, and its partial results are nearly as large as the latents of 128 tokens
+            few_heads = block_heads <= 16
+            return cls(tokens=32 if few_heads else 16, warps=8, stages=5 if few_heads else 7, programs=4)
+        # one program fills a processor; its partial results, written and read, cost as much as 114 tokens of latents
         return cls(tokens=16, warps=8, stages=7, programs=1)
 
 
@@ -175,7 +177,7 @@ class _Problem:
     @property
     def block_heads(self) -> int:
         """Query heads of a program."""
-        return min(MAX_HEADS, _dot_size(self.heads_per_group))
+        return min(MAX_HEADS if self.is_narrow else MAX_HEADS_WIDE, _dot_size(self.heads_per_group))
 
     @property
     def num_head_blocks(self) -> int:
@@ -184,7 +186,8 @@ class _Problem:
     @property
     def tiling(self) -> _Tiling:
         values = 0 if self.keys_are_values else self.value_dim
-        return _Tiling.of(self.key_dim + self.extra_dim + values, is_narrow=self.is_narrow)
+        num_channels = self.key_dim + self.extra_dim + values
+        return _Tiling.of(num_channels, self.block_heads, is_narrow=self.is_narrow)
 
     @property
     def num_splits(self) -> int:

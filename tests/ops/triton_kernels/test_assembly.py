@@ -86,6 +86,7 @@ LAUNCHES: dict[str, Launch] = {
     "attention-128": attention(32, 8, 128),
     "attention-256": attention(16, 2, 256),
     "attention-of-one-key-head": attention(128, 1, 128),
+    "attention-256-of-one-key-head": attention(32, 1, 256),
     "attention-window": attention(32, 8, 128, window=512),
     "attention-float32": attention(32, 8, 128, dtype=F32, pool=F32),
     "attention-float32-of-bfloat16": attention(32, 8, 128, dtype=F32),
@@ -93,6 +94,7 @@ LAUNCHES: dict[str, Launch] = {
     "latent": latent(32),
     "latent-128-heads": latent(128),
     "latent-float32": latent(32, dtype=F32),
+    "latent-float64": latent(32, dtype=F64),
 }
 
 
