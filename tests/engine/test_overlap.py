@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -243,6 +244,50 @@ def test_the_next_step_is_launched_before_the_one_that_runs_has_ended(rng: np.ra
         assert (request.num_landed_tokens, request.num_computed_tokens, request.num_tokens) == (5, 6, 6)
         while rt.has_unfinished:
             rt.step()
+        assert_idle(rt)
+
+
+def test_whoever_waits_for_a_step_in_flight_hits_what_it_leaves(rng: np.random.Generator) -> None:
+    """Samples of one prompt, and a request that comes when the last chunk of the same prompt is in flight."""
+    prompt = random_tokens(rng, 12)
+    with overlapping("mamba2", min_saving=4, max_num_batched_tokens=6) as rt:
+        rt.generate(prompt, max_tokens=3, n=4, temperature=0.8, seed=1, ignore_eos=True)
+        assert rt.stats().scheduler.num_prefill_tokens == 12
+        rt.reset_prefix_cache()
+        rt.add_request(prompt, greedy(3))
+        rt.step()
+        rt.step()
+        late = rt.add_request([*prompt, 5, 6], greedy(3))
+        [request] = rt._engine.scheduler.running
+        assert request.is_in_flight
+        outputs = {}
+        while rt.has_unfinished:
+            outputs |= {output.request_id: output for output in rt.step()}
+        assert outputs[late].num_cached_tokens == 11
+        assert_idle(rt)
+
+
+def test_the_cache_is_not_touched_while_a_step_is_in_flight(rng: np.random.Generator, tmp_path: Path) -> None:
+    prompts = [random_tokens(rng, 9), random_tokens(rng, 4)]
+    with overlapping("gdn", min_saving=2, track_interval=2) as rt:
+        expected = tokens_of(rt.generate(prompts, greedy(8)))
+        saved = rt.save_prefix_cache(tmp_path / "cache")
+        rt.reset_prefix_cache()
+        ids = [rt.add_request(prompt, greedy(8)) for prompt in prompts]
+        found: dict[str, RequestOutput] = {}
+        num_in_flight = 0
+        while rt.has_unfinished:
+            found |= {output.request_id: output for output in rt.step()}
+            num_in_flight += len(rt._engine.in_flight)
+            rt.load_prefix_cache(tmp_path / "cache")
+            assert not rt._engine.in_flight
+            if rt._engine.scheduler.running:
+                with pytest.raises(RuntimeError, match="are running"):
+                    rt.reset_prefix_cache()
+        assert num_in_flight > 5
+        assert saved.num_checkpoints > 3
+        assert tokens_of([found[request_id] for request_id in ids]) == expected
+        assert_content(rt)
         assert_idle(rt)
 
 
