@@ -22,7 +22,6 @@ from torch._inductor.select_algorithm import AlgorithmSelectorCache
 from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch._inductor.virtualized import V
 
-from hybrid_runtime.graphs.lowering.fake_cuda import UnsupportedVersionError
 from hybrid_runtime.graphs.lowering.step import PoolArgument, Step
 from hybrid_runtime.graphs.lowering.traffic import Traffic, extern_traffic, generated_traffic, sizes_by_symbol
 
@@ -89,8 +88,6 @@ def lower(step: Step) -> LoweredStep:
             torch.compile(step.function, fullgraph=True, dynamic=False)(*step.arguments)
         except _Lowered as lowered:
             return recorder.result(lowered.arguments)
-        except UnsupportedVersionError:
-            raise
         except Exception as error:
             raise LoweringError(_first_line(error)) from error
     raise LoweringError("nothing was compiled: the function has no tensor operation")

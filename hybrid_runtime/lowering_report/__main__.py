@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -34,7 +35,7 @@ def publish(reports: Sequence[StepReport], options: argparse.Namespace) -> int:
 
     print(table(reports))
     if options.json is not None:
-        options.json.write_text(json.dumps({"versions": _versions(), "steps": as_json(reports)}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**_origin(), "steps": as_json(reports)}, indent=1) + "\n")
     recorded = check.read_record(options.record_file) if options.record_file.exists() else {}
     if options.record:
         check.write_record(options.record_file, reports, recorded)
@@ -59,8 +60,23 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: version(name) for name in ("torch", "triton")}}
+def _origin() -> dict[str, str | None]:
+    """What the numbers hang on: compilers, and the state of the sources."""
+    return {
+        "device": "pretended sm_90",
+        "versions": f"Python {platform.python_version()}, torch {version('torch')}, Triton {version('triton')}",
+        "commit": _commit(),
+        "command": "python -m hybrid_runtime.lowering_report",
+    }
+
+
+def _commit() -> str | None:
+    """The commit that is checked out; None outside of a repository."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 if __name__ == "__main__":
