@@ -15,12 +15,17 @@ MODULE = dedent(
     ''', device_str='cuda')
     second_0 = async_compile.triton('second', '''source of second''', device_str='cuda')
 
+    def inner(args):
+        first.run(args, 32, stream=raw_stream0)
+        first.run(args, 32, stream=raw_stream0)
+
     def region(args):
         x, pool = args
         pool = copy_if_misaligned(pool)
         buf0 = empty_strided_cuda((8, 4), (4, 1), torch.float32)
         second_0.run(x, buf0, 32, stream=raw_stream0)
         extern_kernels.mm(x, x, out=buf0)
+        inner(args)
         return (buf0, )
 
     class Runner:
@@ -42,7 +47,7 @@ MODULE = dedent(
 
 def test_a_region_counts_as_often_as_it_is_called():
     module = parse_module(MODULE)
-    assert module.launches == {"first": 1, "second_0": 2}
+    assert module.launches == {"first": 1 + 2 * 2, "second_0": 2}
     assert module.extern_calls == {"extern_kernels.mm": 2, "torch.ops.aten.topk.default": 1, "Tensor.sum": 1}
     assert module.allocations == (Allocation("buf0", (8, 4), torch.float32, "cuda", 2),)
     assert module.allocations[0].num_bytes == 128
