@@ -9,7 +9,7 @@ their output is zero. What a caller gets wrong raises ValueError before anything
 """
 
 from hybrid_runtime.ops.cpu_kernels.build import CompilerNotFound, ensure_built
-from hybrid_runtime.ops.cpu_kernels.packed import pack, packed_linear, packing_pays
+from hybrid_runtime.ops.cpu_kernels.packed import pack, pack_all, packed_linear, packing_pays
 from hybrid_runtime.ops.cpu_kernels.twins import (
     causal_conv,
     conv_step,
@@ -35,6 +35,7 @@ __all__ = [
     "mamba2_chunked",
     "mamba2_step",
     "pack",
+    "pack_all",
     "packed_linear",
     "packing_pays",
 ]

@@ -5,11 +5,15 @@ Shapes: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_runtime.ops.cpu_kernels import huge_pages
 from hybrid_runtime.ops.cpu_kernels.build import ensure_built
 
 PANEL_OUTPUTS = 32
@@ -33,15 +37,33 @@ def pack(weight_OI: Tensor) -> Tensor:
     A new bfloat16 tensor, of as many bytes as the weights if O is a multiple of 32 and I of 2; the weights are left as
     they are. Raises ValueError unless they are a bfloat16 matrix on the CPU.
     """
+    return pack_all([weight_OI])[0]
+
+
+def pack_all(weights: Sequence[Tensor]) -> list[Tensor]:
+    """As `pack` of each, in one block of huge pages: from memory, weights in pages of 4 kB are read at half the speed.
+
+    `pack` leaves up to 2 MB of each in small pages. The block is freed when no result is alive.
+    """
+    for weight_OI in weights:
+        _require_packable(weight_OI)
+    shapes = [(-(-w.shape[0] // PANEL_OUTPUTS), -(-w.shape[1] // 2), PANEL_OUTPUTS, 2) for w in weights]
+    block = huge_pages.empty(sum(map(prod, shapes)), torch.bfloat16)
+    parts = block.split([prod(shape) for shape in shapes])
+    for weight_OI, shape, part in zip(weights, shapes, parts, strict=True):
+        num_outputs, num_inputs = weight_OI.shape
+        padded = functional.pad(weight_OI, (0, num_inputs % 2, 0, -num_outputs % PANEL_OUTPUTS))
+        panels = rearrange(padded, "(panel o) (pair two) -> panel pair o two", o=PANEL_OUTPUTS, two=2)
+        part.view(shape).copy_(panels)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _require_packable(weight_OI: Tensor) -> None:
     if weight_OI.device.type != "cpu" or weight_OI.dtype != torch.bfloat16 or weight_OI.dim() != 2:
         raise ValueError(
             f"only a bfloat16 matrix on the CPU can be packed, not {tuple(weight_OI.shape)} of {weight_OI.dtype} on "
             f"{weight_OI.device}"
         )
-    num_outputs, num_inputs = weight_OI.shape
-    padded = functional.pad(weight_OI, (0, num_inputs % 2, 0, -num_outputs % PANEL_OUTPUTS))
-    panels = rearrange(padded, "(panel o) (pair two) -> panel pair o two", o=PANEL_OUTPUTS, two=2)
-    return panels.clone(memory_format=torch.contiguous_format)
 
 
 def packed_linear(x: Tensor, packed: Tensor, num_outputs: int, bias_O: Tensor | None = None) -> Tensor:

@@ -53,6 +53,14 @@ struct ReadAhead {
   int64_t bytes_per_pair;
 };
 
+inline void store_outputs(const Floats (&sums)[kLaneGroups], const Floats (&bias)[kLaneGroups], BFloat* y_O) {
+  for (int group = 0; group < kLaneGroups; ++group) {
+    BFloat rounded[16];
+    store_lanes(sums[group] + bias[group], rounded);
+    std::memcpy(y_O + 16 * group, rounded, sizeof(rounded));
+  }
+}
+
 // All of ROWS rows against one panel, rounded once, at the end; the outputs past the last one are not written.
 template <int ROWS>
 inline void multiply_tile(const PackedLinear& p, const uint32_t* pairs_KM, int64_t first_row, int64_t panel,
@@ -75,13 +83,18 @@ inline void multiply_tile(const PackedLinear& p, const uint32_t* pairs_KM, int64
     pairs_KM += ROWS;
   }
   const int64_t output = panel * kPanelOutputs, outputs = std::min(kPanelOutputs, p.num_outputs - output);
-  BFloat bias[kPanelOutputs] = {}, rounded[kLaneGroups][16];
+  BFloat bias[kPanelOutputs] = {};
   if (p.bias_O) std::copy_n(p.bias_O + output, outputs, bias);
+  const Floats bias_lanes[kLaneGroups] = {load_floats(bias), load_floats(bias + 16)};
   for (int r = 0; r < ROWS; ++r) {
-    for (int group = 0; group < kLaneGroups; ++group) {
-      store_lanes(sums[r][group] + load_floats(bias + 16 * group), rounded[group]);
+    BFloat* y = p.y_MO + (first_row + r) * p.num_outputs + output;
+    if (outputs == kPanelOutputs) {
+      store_outputs(sums[r], bias_lanes, y);
+    } else {
+      BFloat whole[kPanelOutputs];
+      store_outputs(sums[r], bias_lanes, whole);
+      std::memcpy(y, whole, outputs * sizeof(BFloat));
     }
-    std::memcpy(p.y_MO + (first_row + r) * p.num_outputs + output, rounded, outputs * sizeof(BFloat));
   }
 }
 

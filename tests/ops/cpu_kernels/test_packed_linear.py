@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
-from hybrid_runtime.ops.cpu_kernels import pack, packed_linear, packing_pays
+from hybrid_runtime.ops.cpu_kernels import huge_pages, pack, pack_all, packed_linear, packing_pays
 from tests.ops.cpu_kernels.budget import EPS32, assert_within_budget
 
 ROWS = (1, 2, 3, 7, 8, 9, 12, 13, 16, 17, 31, 32, 33, 64, 65, 130)
@@ -69,6 +69,31 @@ def test_packing_moves_every_weight_and_fills_with_zeros() -> None:
         pairs = packed[output // 32, :, output % 32].flatten()
         assert torch.equal(pairs[:33], weight[output] if output < 50 else torch.zeros_like(pairs[:33]))
         assert pairs[33] == 0
+
+
+def test_weights_packed_together_are_packed_as_each_alone() -> None:
+    weights = [operands(1, inputs, outputs)[1] for inputs, outputs in ((33, 50), (0, 5), (64, 32), (3, 0), (768, 2000))]
+    together = pack_all(weights)
+    assert len({packed.untyped_storage().data_ptr() for packed in together}) == 1
+    assert all(packed.data_ptr() % 64 == 0 for packed in together)
+    for packed, weight in zip(together, weights, strict=True):
+        assert torch.equal(packed, pack(weight))
+    x = operands(3, 64, 1)[0]
+    kept = together[2]
+    del together
+    assert torch.equal(packed_linear(x, kept, 32), packed_linear(x, pack(weights[2]), 32))
+    assert pack_all([]) == []
+
+
+@pytest.mark.parametrize("surplus", [-1, 0, 1, huge_pages.HUGE_PAGE_BYTES + 5])
+def test_a_block_of_a_huge_page_or_more_starts_with_one(surplus: int) -> None:
+    num_elements = huge_pages.HUGE_PAGE_BYTES // 4 + surplus
+    block = huge_pages.empty(num_elements, torch.float32)
+    assert block.shape == (num_elements,)
+    assert block.dtype == torch.float32
+    if surplus >= 0:
+        assert block.data_ptr() % huge_pages.HUGE_PAGE_BYTES == 0
+    assert block.fill_(3).sum() == 3 * num_elements
 
 
 def test_any_leading_shape_and_any_strides_of_rows() -> None:
