@@ -6,16 +6,17 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch.utils import cpp_extension
 
-SOURCE = Path(__file__).parent / "kernels.cpp"
+SOURCES = Path(__file__).parent
 # Contraction is off because the convolution must round as its PyTorch form does; the kernels say where they fuse.
 # The kernels run on torch's own threads: no OpenMP runtime is linked, only its `simd` pragmas are read.
-FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp-simd", "-fPIC", "-shared"]
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp-simd", "-fPIC"]
 
 
 class CompilerNotFound(RuntimeError):
@@ -38,20 +39,33 @@ def _built_library() -> Path:
     compiler = cpp_extension.get_cxx_compiler()
     target = _run(compiler, ["-march=native", "-E", "-dM", "-x", "c++", os.devnull])
     digest = hashlib.sha256("\0".join([target, torch.__version__, *FLAGS]).encode())
-    sources = sorted(SOURCE.parent.glob("*.cpp"))
-    for path in [*sorted(SOURCE.parent.glob("*.h")), *sources]:
+    sources = sorted(SOURCES.glob("*.cpp"))
+    for path in [*sorted(SOURCES.glob("*.h")), *sources]:
         digest.update(path.read_bytes())
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     library = folder / "hybrid_runtime" / f"cpu_kernels_{digest.hexdigest()[:20]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
-        includes = [f"-I{path}" for path in cpp_extension.include_paths()]
-        libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
         with tempfile.TemporaryDirectory(dir=library.parent) as work:
-            built = Path(work) / library.name
-            _run(compiler, [*FLAGS, *includes, *map(str, sources), "-o", str(built), *libraries, "-ltorch_cpu"])
             # At once: another process never sees half a library. Two builders write the same.
-            built.replace(library)
+            _compile(compiler, sources, Path(work)).replace(library)
+    return library
+
+
+def _compile(compiler: str, sources: list[Path], work: Path) -> Path:
+    """A library of `sources` in the folder `work`; the sources are compiled side by side."""
+    includes = [f"-I{path}" for path in cpp_extension.include_paths()]
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+
+    def compiled(source: Path) -> str:
+        result = str(work / f"{source.stem}.o")
+        _run(compiler, [*FLAGS, *includes, "-c", str(source), "-o", result])
+        return result
+
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(compiled, sources))
+    library = work / "kernels.so"
+    _run(compiler, ["-shared", *objects, "-o", str(library), *libraries, "-ltorch_cpu"])
     return library
 
 

@@ -48,12 +48,11 @@ def test_a_library_is_built_once_and_again_for_other_flags(compile_log: Path, mo
 
 
 def test_a_changed_source_is_built_again(compile_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    header = tmp_path / "source" / "part.h"
+    header = tmp_path / "sources" / "part.h"
     header.parent.mkdir()
     header.write_text("old")
-    source = header.parent / "kernels.cpp"
-    source.write_text("")
-    monkeypatch.setattr(build, "SOURCE", source)
+    (header.parent / "kernel.cpp").touch()
+    monkeypatch.setattr(build, "SOURCES", header.parent)
     old = build._built_library()
     header.write_text("new")
     assert build._built_library() != old
