@@ -21,11 +21,11 @@ def make_step(
     """Operands in the order of both forms; the window is NaN in every slot that no row names."""
     generator = torch.Generator().manual_seed(0)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     pool = torch.full((NUM_SLOTS + 1, taps - 1, channels), math.nan, dtype=pool_dtype)
-    pool[slots] = normal(len(slots), taps - 1, channels).to(pool_dtype)
+    pool[slots] = normal(len(slots), taps - 1, channels, dtype=pool_dtype)
     pool[0] = 0.5
     x_BD = normal(len(slots), channels + 3)[:, 1:-2]  # a slice of a wider projection
     return x_BD, normal(channels, taps), normal(channels) if bias else None, pool, torch.tensor(slots)
