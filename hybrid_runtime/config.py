@@ -15,6 +15,7 @@ from typing import Any
 DTYPES = ("float32", "bfloat16", "float64")
 STATE_DTYPES = ("float32", "float64")  # states accumulate over thousands of tokens: nothing narrower
 EVICTION_POLICIES = ("cost", "lru")
+COMPILE_MODES = ("auto", "off")
 DEFAULT_MIN_SAVING = 32  # tokens
 INT64_MAX = 2**63 - 1
 
@@ -55,6 +56,8 @@ class RuntimeConfig:
     checkpoint_interval: tokens between checkpoints inside a prompt; None: off
     track_interval: decoded tokens between periodic checkpoints; None: off
     min_saving: tokens that a checkpoint at a junction, or waiting for another request, must save
+    compile: "auto": steps are compiled by Inductor when the runtime is made; "off": they run operation by operation, as
+        the reference and for debugging
     overlap: schedule a step while the one before runs; None: on CUDA only
     seed: the seeds of requests that bring none are drawn from it
     debug_checks: assert after every step that each slot of both pools has one owner
@@ -77,6 +80,7 @@ class RuntimeConfig:
     checkpoint_interval: int | None = None
     track_interval: int | None = 256
     min_saving: int = DEFAULT_MIN_SAVING
+    compile: str = "auto"
     overlap: bool | None = None
     seed: int = 0
     debug_checks: bool = False
@@ -88,6 +92,7 @@ class RuntimeConfig:
         require_choice("state_dtype", self.state_dtype, STATE_DTYPES)
         require_choice("kv_dtype", self.kv_dtype, (None, *DTYPES))
         require_choice("eviction", self.eviction, EVICTION_POLICIES)
+        require_choice("compile", self.compile, COMPILE_MODES)
         for name in ("max_num_seqs", "max_num_batched_tokens", "min_saving"):
             require_int(name, getattr(self, name), minimum=1)
         for name in _OPTIONAL_COUNTS:

@@ -28,8 +28,13 @@ PairOp = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Kernels:
-    """One form of each operation; the contracts are those of the functions that `REFERENCE` names."""
+    """One form of each operation; the contracts are those of the functions that `REFERENCE` names.
 
+    `pack` makes the layout that `linear` reads fastest from a weight `[O, I]`: a copy, or None if it reads the weight
+    itself.
+    """
+
+    pack: Callable[[Tensor], Tensor | None]
     linear: TensorOp
     causal_conv: PairOp
     conv_step: TensorOp
@@ -46,8 +51,14 @@ class Kernels:
     moe_feed_forward: TensorOp
 
 
+def _plain_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
+    """`x Wᵀ + b`. `packed`, the weight in a form's own layout, is not used."""
+    return functional.linear(x, weight_OI, bias_O)
+
+
 REFERENCE = Kernels(
-    linear=functional.linear,
+    pack=lambda weight_OI: None,
+    linear=_plain_linear,
     causal_conv=causal_conv,
     conv_step=conv_step,
     mamba2_chunked=mamba2_chunked,
@@ -114,7 +125,8 @@ def compiled_kernels(device: torch.device) -> Kernels:
         cpu_kernels.ensure_built()
         return dataclasses.replace(
             for_any_batch,
-            linear=cpu_kernels.linear,
+            pack=_pack_on_cpu,
+            linear=_linear_on_cpu,
             mamba2_chunked=cpu_kernels.mamba2_chunked,
             causal_conv=cpu_kernels.causal_conv,
             conv_step=cpu_kernels.conv_step,
@@ -135,3 +147,18 @@ def compiled_kernels(device: torch.device) -> Kernels:
         decode_attention=triton_kernels.decode_attention,
         decode_mla=triton_kernels.decode_mla,
     )
+
+
+def _pack_on_cpu(weight_OI: Tensor) -> Tensor | None:
+    from hybrid_runtime.ops.cpu_kernels import packed
+
+    return packed.pack(weight_OI) if packed.packing_pays(weight_OI) else None
+
+
+def _linear_on_cpu(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
+    from hybrid_runtime.ops import cpu_kernels
+    from hybrid_runtime.ops.cpu_kernels.packed import packed_linear
+
+    if packed is None:
+        return cpu_kernels.linear(x, weight_OI, bias_O)
+    return packed_linear(x, packed, weight_OI.shape[0], bias_O)

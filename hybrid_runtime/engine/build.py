@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import torch
+from torch import Tensor
 
 from hybrid_runtime.config import RuntimeConfig
+from hybrid_runtime.engine.compiled_steps import CompiledSteps
 from hybrid_runtime.engine.engine import Engine
 from hybrid_runtime.engine.host_cache import build_host_tier
 from hybrid_runtime.engine.launching import DirectLauncher, StepLauncher, ThreadLauncher
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.runner import ModelRunner
+from hybrid_runtime.engine.steps import EagerSteps, Steps
+from hybrid_runtime.graphs.step_inputs import StepMemory
 from hybrid_runtime.memory.available import available_bytes
 from hybrid_runtime.memory.plan import MemoryPlan, plan_memory
 from hybrid_runtime.models.hybrid_model import HybridModel
+from hybrid_runtime.ops.cpu_kernels import CompilerNotFound
+from hybrid_runtime.ops.kernels import compiled_kernels
 from hybrid_runtime.scheduling.placement import CheckpointPolicy
 from hybrid_runtime.scheduling.residency import Residency
 from hybrid_runtime.scheduling.scheduler import Scheduler
@@ -30,6 +37,8 @@ def build_engine(
 
     Raises ValueError, with the arithmetic, for pools that do not fit.
     """
+    compilable = _compilable(model) if config.compile == "auto" else None
+    model = compilable or model  # before the plan: copies of the weights take memory, too
     kv_layers = model.kv_layers(None if config.kv_dtype is None else getattr(torch, config.kv_dtype))
     state_layers = model.state_layers(torch.promote_types(getattr(torch, config.state_dtype), model.dtype))
     plan = plan_memory(
@@ -70,7 +79,7 @@ def build_engine(
     scheduler = Scheduler(
         residency, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
-    runner = ModelRunner(model, memory)
+    runner = ModelRunner(model, memory, make_steps=EagerSteps if compilable is None else _compiled_steps)
     launcher: StepLauncher = ThreadLauncher(runner) if overlaps and not is_cuda else DirectLauncher(runner)
     engine = Engine(
         scheduler,
@@ -82,3 +91,20 @@ def build_engine(
         overlaps=overlaps,
     )
     return plan, engine
+
+
+def _compilable(model: HybridModel) -> HybridModel | None:
+    """The model in the forms that compiled steps run; None, with a warning, on a machine that cannot compile."""
+    _LOGGER.info("building kernels for %s, packing weights", model.device)
+    try:
+        return model.with_kernels(compiled_kernels(model.device))
+    except CompilerNotFound as error:
+        _LOGGER.warning("steps are not compiled and run several times slower: %s", error)
+        return None
+
+
+def _compiled_steps(model: HybridModel, memory: StepMemory, last_token_R: Tensor) -> Steps:
+    start = time.perf_counter()
+    steps = CompiledSteps(model, memory, last_token_R, report=lambda part: _LOGGER.info("compiling: %s", part))
+    _LOGGER.info("compiled in %.1f s", time.perf_counter() - start)
+    return steps

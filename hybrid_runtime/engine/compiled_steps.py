@@ -19,7 +19,6 @@ from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepM
 from hybrid_runtime.models.block import Block
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.models.mixers import MixerMemory
-from hybrid_runtime.ops.kernels import compiled_kernels
 from hybrid_runtime.ops.ragged import DEFAULT_CHUNK_SIZE, RaggedLayout
 
 # Of two example sequences; chosen so that no two sizes of the example are the same.
@@ -41,11 +40,10 @@ class CompiledSteps:
     ) -> None:
         """Compiles; takes seconds, or tens of seconds where no earlier process has left its results in the cache.
 
-        `report` is told what is being compiled. Raises CompilerNotFound on a CPU without a C++ compiler.
+        The model must run the forms of `compiled_kernels`. `report` is told what is being compiled.
         """
         self.can_be_captured = model.device.type == "cuda"
-        report("kernels")
-        self._model = model.with_kernels(compiled_kernels(model.device))
+        self._model = model
         self._last_token_R = last_token_R
         pools = self._model.memories(memory)
         report("prefill")

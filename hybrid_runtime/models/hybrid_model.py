@@ -17,7 +17,7 @@ from hybrid_runtime.memory.pools import LayerSpec
 from hybrid_runtime.models.block import Block, apply_norm, scale
 from hybrid_runtime.models.mixers import AttentionMixer, Mixer, MixerMemory, RecurrentMixer
 from hybrid_runtime.models.spec import ModelSpec
-from hybrid_runtime.models.weights import ModelWeights
+from hybrid_runtime.models.weights import ModelWeights, map_linears
 from hybrid_runtime.ops.kernels import REFERENCE, Kernels
 from hybrid_runtime.ops.ragged import state_dtype_for
 
@@ -57,9 +57,11 @@ class HybridModel:
         self._recurrents: list[RecurrentMixer] = []
         self._places = tuple(tuple(self._place(mixer) for mixer in block.mixers) for block in self.blocks)
 
+    @torch.no_grad()
     def with_kernels(self, kernels: Kernels) -> HybridModel:
-        """The same model on the same weights, with other forms of its operations."""
-        return HybridModel(self.spec, self.weights, kernels)
+        """The same model on the same weights, with other forms of its operations, and the copies that these want."""
+        weights = map_linears(self.weights, lambda linear: linear._replace(packed=kernels.pack(linear.weight_OI)))
+        return HybridModel(self.spec, weights, kernels)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -5,11 +5,14 @@ Shapes: O outputs, I inputs, E experts, D hidden size, F intermediate size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 
 class Linear(NamedTuple):
@@ -17,6 +20,7 @@ class Linear(NamedTuple):
 
     weight_OI: Tensor
     bias_O: Tensor | None = None
+    packed: Tensor | None = None  # the weight once more, as `kernels.pack` lays it out
 
     @classmethod
     def of(cls, module: nn.Linear) -> Linear:
@@ -65,3 +69,19 @@ class ModelWeights:
     blocks: Mapping[str, BlockWeights]
     final_norm_D: Tensor
     lm_head: Linear
+
+
+def map_linears(weights: T, change: Callable[[Linear], Linear]) -> T:
+    """The same weights with every affine map in them, at any depth, replaced by `change` of it."""
+    if isinstance(weights, Linear):
+        return cast(T, change(weights))
+    if dataclasses.is_dataclass(weights):
+        fields = {
+            field.name: map_linears(getattr(weights, field.name), change) for field in dataclasses.fields(weights)
+        }
+        return cast(T, dataclasses.replace(cast(Any, weights), **fields))
+    if isinstance(weights, Mapping):
+        return cast(T, {key: map_linears(value, change) for key, value in weights.items()})
+    if type(weights) is tuple:
+        return cast(T, tuple(map_linears(value, change) for value in cast(tuple[Any, ...], weights)))
+    return weights

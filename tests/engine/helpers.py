@@ -30,6 +30,7 @@ def runtime_of(kind: str, **options: Any) -> HybridRuntime:
         "dtype": "float64",
         "state_dtype": "float64",
         "debug_checks": True,
+        "compile": "off",
         "max_num_seqs": 8,
         "num_kv_slots": 2000,
         "num_state_slots": 60,

@@ -13,6 +13,7 @@ OPTIONS: dict[str, Any] = {
     "num_kv_slots": 400,
     "num_state_slots": 14,
     "debug_checks": True,
+    "compile": "off",
 }
 LONG: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [5, 6, 7, 13], [14]]

@@ -17,7 +17,13 @@ from tests.parity.zoo import CASES
 from tests.unit.byte_bpe import tokenizer
 
 MODEL_LIMIT, VOCAB_SIZE, MAX_LEN = 512, 320, 48
-OPTIONS: dict[str, Any] = {"max_num_seqs": 3, "num_kv_slots": 120, "num_state_slots": 9, "debug_checks": True}
+OPTIONS: dict[str, Any] = {
+    "max_num_seqs": 3,
+    "num_kv_slots": 120,
+    "num_state_slots": 9,
+    "debug_checks": True,
+    "compile": "off",
+}
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +235,8 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model():
         ({"device": "tpu"}, "device.*'tpu'"),
         ({"device": "cuda:99"}, "device.*cuda:99"),
         ({"eviction": "random"}, "eviction.*'random'"),
+        ({"compile": "max"}, "compile.*'max'"),
+        ({"overlap": 1}, "overlap.*1"),
         ({"max_num_seq": 2}, "no field 'max_num_seq'.*'max_num_seqs'"),
         ({"config": {"seed": 1}}, r"config must be .*\{'seed': 1\}"),
     ],

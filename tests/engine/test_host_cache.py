@@ -34,6 +34,7 @@ SMALL: dict[str, Any] = {
     "max_model_len": 60,
     "max_num_seqs": 3,
     "min_saving": 1,
+    "compile": "off",
 }
 """Pools that hold two or three of the prompts below."""
 

@@ -113,7 +113,7 @@ def test_section_6_1_the_stable_border() -> None:
     The last word of these 9 tokens is " ass", "ist", "ant"; with an "s" behind it, it ends otherwise.
     """
     text = "You are a helpful assistant"
-    with HybridRuntime("tiny", debug_checks=True) as rt:
+    with HybridRuntime("tiny", debug_checks=True, compile="off") as rt:
         rt.warmup(text)
         lengths = sorted(node.length for node in rt.prefix_cache.nodes() if node.state_slot is not None)
         assert lengths == [6, 8, 9]
