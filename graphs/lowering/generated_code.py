@@ -87,14 +87,14 @@ def _times_called(functions: Mapping[str, ast.FunctionDef]) -> dict[str, int]:
     """How often each function runs in one run of `call`."""
     times: Counter[str] = Counter()
 
-    def visit(name: str, count: int) -> None:
-        times[name] += count
+    def visit(name: str) -> None:
+        times[name] += 1
         for call in _calls(functions[name]):
             called = ast.unparse(call.func)
             if called in functions and called != name:
-                visit(called, count)
+                visit(called)
 
-    visit("call", 1)
+    visit("call")
     return dict(times)
 
 
