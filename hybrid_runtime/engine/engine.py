@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import nvtx
-
 from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.engine.completion import Stop
 from hybrid_runtime.engine.launching import DirectLauncher, FlyingStep, StepLauncher
 from hybrid_runtime.engine.memory import EngineMemory
+from hybrid_runtime.engine.ranges import Range
 from hybrid_runtime.engine.request_group import RequestGroup
 from hybrid_runtime.engine.results import ForwardResult, RankedLogprobs, SampledToken, ScoredToken
 from hybrid_runtime.engine.runner import ModelRunner
@@ -220,7 +219,7 @@ class Engine:
             self._land()
 
     def _schedule(self) -> ScheduledStep:
-        with nvtx.annotate("schedule"):
+        with Range("schedule"):
             if self.in_flight:
                 step = self.scheduler.schedule_ahead()
                 if step is not None:
@@ -230,10 +229,10 @@ class Engine:
 
     def _launch(self, step: ScheduledStep) -> None:
         self.num_steps += 1
-        for request in step.requests:
-            self.groups[request.request_id].mark_scheduled()
+        for admission in step.admissions:
+            self.groups[admission.request.request_id].mark_scheduled()
         try:
-            with nvtx.annotate("prepare"):
+            with Range("prepare"):
                 prepared = self.runner.prepare(step)
             flying = self.launcher.launch(prepared)
         except BaseException as error:  # an interrupt, or a step that cannot even be prepared
@@ -252,7 +251,7 @@ class Engine:
             self._undo([each.step for each in self.in_flight], outcome.error, failed=flight.step)
             return
         self.in_flight.popleft()
-        with nvtx.annotate("apply"):
+        with Range("apply"):
             self._apply(flight.step, outcome.results)
 
     def _land_all(self) -> None:
@@ -322,7 +321,8 @@ class Engine:
             else:
                 self.scheduler.drop(request)
         for request in step.requests:
-            self._apply_end(request)
+            if request.is_prefill_only or request.status is RequestStatus.LEAVING:
+                self._apply_end(request)
 
     def _apply_end(self, request: Request) -> None:
         """Ends a warm-up whose prompt is computed, and moves out whoever was leaving."""
@@ -354,9 +354,10 @@ class Engine:
             return
         request.tokens.append(token.token_id)
         stop = group.add_token(request.sample_index, token.token_id, logprobs)
+        self.progressed[group.request_id] = group
         if stop is not None:
             self.scheduler.finish(request)
-        self._note_progress(group)
+            self._note_progress(group)
 
     def _note_failure(self, step: ScheduledStep, error: BaseException) -> None:
         """After a failed forward: if it held one request, that is the culprit."""

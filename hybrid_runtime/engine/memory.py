@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from hybrid_runtime.cache.radix_cache import RadixCache
+from hybrid_runtime.engine.ranged_cache import RangedCache
 from hybrid_runtime.graphs.step_inputs import StepMemory
 from hybrid_runtime.memory.allocator import SlotAllocator
 from hybrid_runtime.memory.plan import MemoryPlan
@@ -37,7 +38,7 @@ class EngineMemory:
         self.kv_pool = Pool(kv_layers, plan.num_kv_slots, device)
         self.state_pool = Pool(state_layers, plan.num_state_slots, device)
         self.supply = SlotSupply(
-            SlotAllocator(plan.num_kv_slots), SlotAllocator(plan.num_state_slots), RadixCache(eviction)
+            SlotAllocator(plan.num_kv_slots), SlotAllocator(plan.num_state_slots), RangedCache(eviction)
         )
         self.tier: HostTier | None = None
         self.table = RequestTable(max_num_seqs, plan.max_model_len)
@@ -67,11 +68,11 @@ class EngineMemory:
             self.tier.start_over()
         self.table.start_over()
 
-    def load_table(self, entries: Sequence[TableEntries]) -> None:
+    def load_table(self, entries: TableEntries) -> None:
         """Brings what was written to the request table to the device's copy of it."""
-        for entry in entries:
-            columns = slice(entry.start, entry.start + len(entry.slots))
-            self.device_table[entry.row, columns] = torch.from_numpy(entry.slots)
+        places, slots = torch.from_numpy(entries.places), torch.from_numpy(entries.slots)
+        device = self.device_table.device
+        self.device_table.view(-1).index_put_((places.to(device),), slots.to(device))
 
     def free(self) -> None:
         """Gives the pools' memory back; nothing can run afterwards."""

@@ -57,7 +57,7 @@ class PreparedDecode:
 class PreparedStep:
     """All that the device needs for one step, in the order in which it is done."""
 
-    table_entries: tuple[TableEntries, ...]
+    table_entries: TableEntries | None
     copies: SlotCopies | None
     clears: NDArray[np.int64] | None
     prefill: PreparedPrefill | None

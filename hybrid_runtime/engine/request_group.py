@@ -76,7 +76,8 @@ class RequestGroup:
         if self._first_token_time is None:
             self._first_token_time = time.monotonic()
         stop = self.completions[sample_index].append(token_id, logprobs)
-        self._note_end()
+        if stop is not None:
+            self._note_end()
         return stop
 
     def end(self, sample_index: int, stop: Stop) -> None:

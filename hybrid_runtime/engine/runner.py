@@ -111,7 +111,8 @@ class ModelRunner:
         known on the host takes the one that the device chose last for it.
         """
         with nvtx.annotate("load"):
-            self.memory.load_table(prepared.table_entries)
+            if prepared.table_entries is not None:
+                self.memory.load_table(prepared.table_entries)
         with nvtx.annotate("copy"):
             pool = self.memory.state_pool
             if prepared.copies is not None:

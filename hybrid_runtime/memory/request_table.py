@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +13,12 @@ from hybrid_runtime.errors import PoolExhausted
 
 @dataclass(frozen=True)
 class TableEntries:
-    """KV slots of positions `start, start + 1, ...` of one row, for the device's copy of the table."""
+    """New entries for the device's copy of the table: `slots[i]` belongs at `places[i]` of its rows laid end to end.
 
-    row: int
-    start: int
+    An entry may occur more than once, with the same slot.
+    """
+
+    places: NDArray[np.int64]
     slots: NDArray[np.int32]
 
 
@@ -27,7 +30,7 @@ class RequestTable:
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.slots: NDArray[np.int32] = np.zeros((max_num_seqs + 1, max_model_len), dtype=np.int32)
-        self._writes: list[tuple[int, int, int]] = []  # row, start, stop
+        self._writes: list[NDArray[np.int64]] = []  # places
         self.start_over()
 
     @property
@@ -49,16 +52,26 @@ class RequestTable:
         """Sets the KV slots of positions `start, start + 1, ...` of the request in `row`."""
         if len(slots):
             self.slots[row, start : start + len(slots)] = slots
-            self._writes.append((row, start, start + len(slots)))
+            first = row * self.slots.shape[1] + start
+            self._writes.append(np.arange(first, first + len(slots)))
+
+    def write_each(self, rows: Sequence[int], positions: Sequence[int], slots: NDArray[np.int32]) -> None:
+        """Sets one KV slot of each of some requests."""
+        row_array, position_array = np.array(rows), np.array(positions)
+        self.slots[row_array, position_array] = slots
+        self._writes.append(row_array * self.slots.shape[1] + position_array)
 
     def start_over(self) -> None:
         """Declares all rows free, whoever had them."""
         self._free_rows = list(range(len(self.slots) - 1, 0, -1))  # the lowest is handed out first
 
-    def take_writes(self) -> tuple[TableEntries, ...]:
-        """Copies of what was written since the last call."""
+    def take_writes(self) -> TableEntries | None:
+        """A copy of what was written since the last call; None: nothing."""
         writes, self._writes = self._writes, []
-        return tuple(TableEntries(row, start, self.slots[row, start:stop].copy()) for row, start, stop in writes)
+        if not writes:
+            return None
+        places = np.concatenate(writes)
+        return TableEntries(places, self.slots.reshape(-1)[places])
 
     def forget_writes(self) -> None:
         """For a device that reads this very table."""

@@ -139,7 +139,13 @@ class Request:
     prefix_hit: PrefixHit | None = None  # set at the first admission
     ending_token_ids: tuple[int, ...] = ()  # would end it: forbidden before `min_tokens` tokens
     parting_origin: str | None = None  # of a leaving request: that of the state it is to leave; None: it leaves none
+    reads_its_output: bool = field(init=False)  # whether which tokens it has decides on its next one
     alone_until: int = 0  # a forward that would have computed this many tokens failed: run alone up to there
+
+    def __post_init__(self) -> None:
+        params = self.params
+        penalties = (params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
+        self.reads_its_output = any(penalties)
 
     def start_over(self, num_output_tokens: int) -> None:
         """Back to the state of waiting, with the first output tokens; what it owned is declared free elsewhere."""
@@ -176,12 +182,6 @@ class Request:
         return self.num_computed_tokens >= len(self.tokens) and not self.is_prefill_only
 
     @property
-    def reads_its_output(self) -> bool:
-        """Whether the choice of its next token depends on which tokens it has."""
-        params = self.params
-        return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-    @property
     def awaits_its_end(self) -> bool:
         """Whether nothing is left to compute: what is in flight brings the last token, or the end of the prompt."""
         if self.num_computed_tokens < len(self.tokens):
@@ -191,6 +191,8 @@ class Request:
     @property
     def forbidden_token_ids(self) -> tuple[int, ...]:
         """What the next step to be prepared must not choose: `min_tokens` is not reached."""
+        if not self.ending_token_ids:
+            return ()
         num_tokens = max(len(self.tokens), self.num_computed_tokens + 1)
         return self.ending_token_ids if num_tokens - self.tokens.prompt_len < self.params.min_tokens else ()
 

@@ -102,6 +102,13 @@ class Residency:
         self.table.write(residence.row, residence.num_kv_slots, kv_slots)
         residence.num_kv_slots += len(kv_slots)
 
+    def extend_each(self, requests: Sequence[Request], kv_slots: NDArray[np.int32]) -> None:
+        """Appends one KV slot, which the request then owns, to the row of each."""
+        residences = [request.resident for request in requests]
+        self.table.write_each([r.row for r in residences], [r.num_kv_slots for r in residences], kv_slots)
+        for residence in residences:
+            residence.num_kv_slots += 1
+
     def take_checkpoint_slot(self, origin: str) -> StateSlot | None:
         """A state slot for a checkpoint that is due; None, and counted as skipped, if none is available."""
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from hybrid_runtime.scheduling.placement import due_after_decode, due_in_span
 from hybrid_runtime.scheduling.request import Request, RequestStatus
 from hybrid_runtime.scheduling.residency import Admission, Residency
 from hybrid_runtime.scheduling.sharing import find_leader, still_follows
-from hybrid_runtime.scheduling.waiting_queue import WaitingQueue
+from hybrid_runtime.scheduling.waiting_queue import ORDER, WaitingQueue
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting = WaitingQueue()
-        self.running: list[Request] = []
+        self.running: list[Request] = []  # in their order
         self.num_preemptions = 0
         self._suspects: list[Request] = []  # each shared a forward that failed
 
@@ -108,7 +109,7 @@ class Scheduler:
         if not self._suspects:
             self._supply_decode_slots(self.running)
             return self._schedule_among(self.running, self.waiting)
-        for request in sorted(self._suspects, key=lambda r: r.order):
+        for request in sorted(self._suspects, key=ORDER):
             running, waiting = _by_status([request])
             self._supply_decode_slots(running)
             step = self._schedule_among(running, waiting)
@@ -124,7 +125,7 @@ class Scheduler:
         It must where a token is chosen by a rule that reads the tokens before it, where some request has to run alone,
         and where a row finds no KV slot: who is in flight cannot be preempted.
         """
-        if self._suspects or any(r.has_token_in_flight and r.reads_its_output for r in self.running):
+        if self._suspects or any(r.reads_its_output and r.has_token_in_flight for r in self.running):
             return None
         try:
             self._take_decode_slots(self.running)
@@ -194,13 +195,13 @@ class Scheduler:
         self._suspects = []
 
     def _schedule_among(self, running: Sequence[Request], waiting: Iterable[Request]) -> ScheduledStep:
-        """A step of the given requests. Those of them that decode have their KV slots."""
-        candidates = list(running)
+        """A step of the given requests, both in their order. Those that decode have their KV slots."""
+        resident = [request for request in running if _goes_on(request)]
         admissions = self._admit(waiting)
-        chosen = dict.fromkeys((*candidates, *(admission.request for admission in admissions)))
-        resident = sorted((r for r in chosen if _goes_on(r)), key=lambda r: r.order)
+        if admissions:
+            resident = sorted((*resident, *(admission.request for admission in admissions)), key=ORDER)
         decode = tuple(self._decode_row(request) for request in resident if request.num_uncomputed_tokens == 1)
-        prefilling = [request for request in resident if request.num_uncomputed_tokens > 1]
+        prefilling = [] if len(decode) == len(resident) else [r for r in resident if r.num_uncomputed_tokens > 1]
         shares = share_budget(self.max_num_batched_tokens, [r.num_uncomputed_tokens for r in prefilling])
         prefill = tuple(
             self._cut_chunk(request, share) for request, share in zip(prefilling, shares, strict=True) if share
@@ -213,16 +214,15 @@ class Scheduler:
             try:
                 self._take_decode_slots(candidates)
             except PoolExhausted:
-                self.preempt(max(self.running, key=lambda request: request.order))
+                self.preempt(self.running[-1])
             else:
                 return
 
     def _take_decode_slots(self, candidates: Sequence[Request]) -> None:
         """One KV slot for each row that has none left. Raises PoolExhausted, and takes none, if one is missing."""
         short = [r for r in candidates if _goes_on(r) and r.resident.num_kv_slots == r.num_computed_tokens]
-        slots = self.residency.supply.take_kv(len(short)) if short else ()
-        for request, slot in zip(short, slots, strict=True):
-            self.residency.extend(request, slot.reshape(1))
+        if short:
+            self.residency.extend_each(short, self.residency.supply.take_kv(len(short)))
 
     def _admit(self, waiting: Iterable[Request]) -> tuple[Admission, ...]:
         """Admits in order until one does not fit: a large request is not overtaken for ever by small ones."""
@@ -240,7 +240,7 @@ class Scheduler:
             if admission is None:
                 break
             self.waiting.remove(request)
-            self.running.append(request)
+            insort(self.running, request, key=ORDER)
             admissions.append(admission)
         return tuple(admissions)
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from hybrid_runtime.scheduling.request import Request
 
-_ORDER = attrgetter("order")
+ORDER = attrgetter("order")
 
 
 class WaitingQueue:
@@ -25,11 +25,11 @@ class WaitingQueue:
         return iter(list(self._requests))
 
     def add(self, request: Request) -> None:
-        insort(self._requests, request, key=_ORDER)
+        insort(self._requests, request, key=ORDER)
 
     def remove(self, request: Request) -> None:
         """Raises ValueError if the request does not wait here."""
-        place = bisect_left(self._requests, request.order, key=_ORDER)
+        place = bisect_left(self._requests, request.order, key=ORDER)
         if place == len(self._requests) or self._requests[place] is not request:
             raise ValueError(f"request {request.request_id} is not waiting")
         del self._requests[place]

@@ -60,7 +60,7 @@ class Work:
 
 @dataclass(frozen=True)
 class PreparedStep:
-    entries: tuple[TableEntries, ...]
+    entries: TableEntries | None
     filled: tuple[tuple[int | None, int], ...]  # (source or None, working slot) of each admission
     forwards: tuple[tuple[Work, ...], ...]
     free_kv: SlotArray
@@ -133,8 +133,8 @@ class HashingRunner:
     def launch(self, prepared: PreparedStep) -> LaunchedStep:
         self.delay()
         self._poison(prepared.free_kv, prepared.free_states)
-        for entry in prepared.entries:
-            self.table[entry.row, entry.start : entry.start + len(entry.slots)] = entry.slots
+        if prepared.entries is not None:
+            self.table.reshape(-1)[prepared.entries.places] = prepared.entries.slots
         for source, working_slot in prepared.filled:
             self.states[working_slot] = "" if source is None else self.states[source]
         results = []

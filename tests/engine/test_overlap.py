@@ -260,7 +260,7 @@ def test_whoever_waits_for_a_step_in_flight_hits_what_it_leaves(rng: np.random.G
         late = rt.add_request([*prompt, 5, 6], greedy(3))
         [request] = rt._engine.scheduler.running
         assert request.is_in_flight
-        outputs = {}
+        outputs: dict[str, RequestOutput] = {}
         while rt.has_unfinished:
             outputs |= {output.request_id: output for output in rt.step()}
         assert outputs[late].num_cached_tokens == 11

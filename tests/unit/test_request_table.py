@@ -55,10 +55,21 @@ def test_writes_land_where_they_are_said_to_and_are_logged_once():
     table.write(2, 3, ints(9, 10))
     table.write(1, 2, ints())
     assert table.slots.tolist() == [[0] * 5, [7, 8, 0, 0, 0], [0, 0, 0, 9, 10]]
-    assert written(table) == [(1, 0, [7, 8]), (2, 3, [9, 10])]
-    assert written(table) == []
+    assert written(table) == {(1, 0): 7, (1, 1): 8, (2, 3): 9, (2, 4): 10}
+    assert written(table) == {}
     table.write(1, 1, ints(5))
-    assert written(table) == [(1, 1, [5])]
+    table.write(1, 1, ints(6))
+    assert written(table) == {(1, 1): 6}
+
+
+def test_one_slot_of_each_of_several_rows():
+    table = RequestTable(3, 5)
+    table.write_each([3, 1], [4, 0], ints(7, 8))
+    assert written(table) == {(3, 4): 7, (1, 0): 8}
+    with pytest.raises(IndexError):
+        table.write_each([3, 1], [5, 1], ints(9, 10))
+    assert written(table) == {}
+    assert np.flatnonzero(table.slots).tolist() == [5, 19]
 
 
 def test_a_write_beyond_the_row_is_refused_and_not_logged():
@@ -66,7 +77,7 @@ def test_a_write_beyond_the_row_is_refused_and_not_logged():
     with pytest.raises(ValueError, match="broadcast"):
         table.write(1, 2, ints(4, 5))
     assert not table.slots.any()
-    assert written(table) == []
+    assert written(table) == {}
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5), st.lists(st.integers(1, 99), max_size=4)), max_size=12))
@@ -85,21 +96,27 @@ def test_what_a_device_reads_in_place_is_not_handed_out():
     table = RequestTable(1, 3)
     table.write(1, 0, ints(4))
     table.forget_writes()
-    assert written(table) == []
+    assert written(table) == {}
 
 
 def test_what_was_handed_out_does_not_change_any_more():
     table = RequestTable(1, 3)
     table.write(1, 0, ints(4))
-    [entries] = table.take_writes()
+    entries = table.take_writes()
+    assert entries is not None
     table.write(1, 0, ints(5))
     assert entries.slots.tolist() == [4]
 
 
 def written(table):
-    return [(entries.row, entries.start, entries.slots.tolist()) for entries in table.take_writes()]
+    entries = table.take_writes()
+    if entries is None:
+        return {}
+    rows, positions = np.divmod(entries.places, table.slots.shape[1])
+    return dict(zip(zip(rows.tolist(), positions.tolist(), strict=True), entries.slots.tolist(), strict=True))
 
 
 def follow(table, mirror):
-    for entries in table.take_writes():
-        mirror[entries.row, entries.start : entries.start + len(entries.slots)] = entries.slots
+    entries = table.take_writes()
+    if entries is not None:
+        mirror.reshape(-1)[entries.places] = entries.slots
