@@ -15,10 +15,15 @@
 namespace hybrid_runtime {
 
 constexpr int64_t kPanelOutputs = 32;
-constexpr int64_t kPanelPairBytes = kPanelOutputs * 2 * sizeof(BFloat);  // one pair of inputs, all outputs
-constexpr int kLaneGroups = 2;                                           // of 16 outputs
-constexpr int kMaxTileRows = 12;  // 24 sums, two weights and one x: of 32 registers
+constexpr int kLaneGroups = 2;  // of 16 outputs
+// Of one pair of inputs, for all outputs of a panel.
+constexpr int64_t kPairBytes = kPanelOutputs * 2 * sizeof(BFloat);
+// 24 sums, two weights and one x: of 32 registers.
+constexpr int kMaxTileRows = 12;
 constexpr int64_t kReadAheadBytes = 4096;
+// The level of cache that weights are fetched into ahead of their use: the first is soon full.
+constexpr int kSecondLevel = 2;
+constexpr int64_t kPackedTilesPerThread = 8;
 
 // Rows in tiles of nearly equal size, so that no tile is a small rest.
 struct RowTiles {
@@ -38,11 +43,18 @@ struct PackedLinear {
 
 // Pairs of a tile's rows, [pairs, rows], so that a tile reads them in order whatever the stride of x.
 inline void pack_row_pairs(const PackedLinear& p, int64_t first_row, int64_t end_row, uint32_t* pairs_KM) {
-  const int64_t num_rows = end_row - first_row;
+  constexpr int64_t kBlock = 16;  // pairs: a cache line of each row
+  const int64_t num_rows = end_row - first_row, num_whole = p.num_inputs / 2;
+  for (int64_t begin = 0; begin < num_whole; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, num_whole);
+    for (int64_t r = 0; r < num_rows; ++r) {
+      const BFloat* x = p.x + (first_row + r) * p.x_stride;
+      for (int64_t k = begin; k < end; ++k) std::memcpy(pairs_KM + k * num_rows + r, x + 2 * k, 4);
+    }
+  }
+  if (num_whole == p.num_pairs) return;
   for (int64_t r = 0; r < num_rows; ++r) {
-    const BFloat* x = p.x + (first_row + r) * p.x_stride;
-    for (int64_t k = 0; k < p.num_inputs / 2; ++k) std::memcpy(pairs_KM + k * num_rows + r, x + 2 * k, 4);
-    if (p.num_inputs % 2) pairs_KM[(p.num_pairs - 1) * num_rows + r] = x[p.num_inputs - 1].bits;
+    pairs_KM[num_whole * num_rows + r] = p.x[(first_row + r) * p.x_stride + p.num_inputs - 1].bits;
   }
 }
 
@@ -53,6 +65,7 @@ struct ReadAhead {
   int64_t bytes_per_pair;
 };
 
+// Rounds to nearest even.
 inline void store_outputs(const Floats (&sums)[kLaneGroups], const Floats (&bias)[kLaneGroups], BFloat* y_O) {
   for (int group = 0; group < kLaneGroups; ++group) {
     BFloat rounded[16];
@@ -66,14 +79,14 @@ template <int ROWS>
 inline void multiply_tile(const PackedLinear& p, const uint32_t* pairs_KM, int64_t first_row, int64_t panel,
                           ReadAhead ahead) {
   Floats sums[ROWS][kLaneGroups] = {};
-  const char* w = p.w + panel * p.num_pairs * kPanelPairBytes;
+  const char* w = p.w + panel * p.num_pairs * kPairBytes;
   for (int64_t k = 0; k < p.num_pairs; ++k) {
-    __builtin_prefetch(ahead.from);
-    __builtin_prefetch(ahead.from + 64);
+    __builtin_prefetch(ahead.from, 0, kSecondLevel);
+    __builtin_prefetch(ahead.from + 64, 0, kSecondLevel);
     ahead.from += ahead.bytes_per_pair;
     const Words w0 = load_lanes(reinterpret_cast<const BFloat*>(w));
     const Words w1 = load_lanes(reinterpret_cast<const BFloat*>(w + 64));
-    w += kPanelPairBytes;
+    w += kPairBytes;
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r) {
       const Words x = Words{} + pairs_KM[r];
@@ -106,11 +119,12 @@ inline TileFunction tile_function(int64_t rows, std::integer_sequence<int, ROWS.
   return functions[rows - 1];
 }
 
+// All rows against the panels from `begin` to `end`.
 inline void multiply_panels(const PackedLinear& p, const RowTiles& tiles, const uint32_t* pairs_KM, int64_t begin,
                             int64_t end) {
-  const int64_t panel_bytes = p.num_pairs * kPanelPairBytes;
+  const int64_t panel_bytes = p.num_pairs * kPairBytes;
   // One tile reads ahead in its own stream of weights; of several, each brings a part of the next panel.
-  const int64_t bytes_per_pair = (kPanelPairBytes + tiles.count - 1) / tiles.count;
+  const int64_t bytes_per_pair = (kPairBytes + tiles.count - 1) / tiles.count;
   const int64_t distance = tiles.count == 1 ? kReadAheadBytes : panel_bytes;
   for (int64_t panel = begin; panel < end; ++panel) {
     for (int64_t tile = 0; tile < tiles.count; ++tile) {
@@ -126,15 +140,15 @@ inline void multiply_panels(const PackedLinear& p, const RowTiles& tiles, const 
 inline void run_packed_linear(const PackedLinear& p) {
   const RowTiles tiles(p.num_rows);
   std::unique_ptr<uint32_t[]> pairs_KM(new uint32_t[p.num_rows * p.num_pairs]);
-  torch::stable::parallel_for(0, tiles.count, grain_for(kMaxTileRows * p.num_pairs * 4),
-                              [&](int64_t begin, int64_t end) {
+  const auto pack_tiles = [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t first_row = tiles.first_row(tile);
       pack_row_pairs(p, first_row, tiles.first_row(tile + 1), pairs_KM.get() + first_row * p.num_pairs);
     }
-  });
+  };
+  torch::stable::parallel_for(0, tiles.count, kPackedTilesPerThread, pack_tiles);
   const int64_t num_panels = (p.num_outputs + kPanelOutputs - 1) / kPanelOutputs;
-  const int64_t bytes_per_panel = p.num_pairs * kPanelPairBytes * tiles.count;
+  const int64_t bytes_per_panel = p.num_pairs * kPairBytes * tiles.count;
   torch::stable::parallel_for(0, num_panels, grain_for(bytes_per_panel), [&](int64_t begin, int64_t end) {
     multiply_panels(p, tiles, pairs_KM.get(), begin, end);
   });
