@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import nvtx
 import torch
 from torch import Tensor
 
 from hybrid_runtime.engine.batches import Indices, ScoredSpan, to_device
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.prepared import PreparedDecode, PreparedPrefill, PreparedStep, SampledRows, prepare_step
+from hybrid_runtime.engine.ranges import Range
 from hybrid_runtime.engine.results import ForwardResult, RankedLogprobs, SampledToken, ScoredToken, rank_logprobs
 from hybrid_runtime.engine.steps import EagerSteps, StepOutputs, Steps
 from hybrid_runtime.graphs.decode_runner import FIELDS, DecodeRunner, batch_buckets
@@ -110,10 +110,10 @@ class ModelRunner:
         Writes the KV of all tokens, the working slots and the checkpoints' slots. A decode row whose token was not
         known on the host takes the one that the device chose last for it.
         """
-        with nvtx.annotate("load"):
+        with Range("load"):
             if prepared.table_entries is not None:
                 self.memory.load_table(prepared.table_entries)
-        with nvtx.annotate("copy"):
+        with Range("copy"):
             pool = self.memory.state_pool
             if prepared.copies is not None:
                 pool.copy(self._indices(prepared.copies.sources), self._indices(prepared.copies.destinations))
@@ -121,10 +121,10 @@ class ModelRunner:
                 pool.clear(self._indices(prepared.clears))
         forwards = []
         if prepared.prefill is not None:
-            with nvtx.annotate("run.prefill"):
+            with Range("run.prefill"):
                 forwards.append(self._prefill(prepared.prefill))
         if prepared.decode is not None:
-            with nvtx.annotate(f"run.decode.b{len(prepared.decode.requests)}"):
+            with Range(f"run.decode.b{len(prepared.decode.requests)}"):
                 forwards.append(self._decode(prepared.decode))
         return LaunchedStep(tuple(forwards))
 
