@@ -101,7 +101,7 @@ def _logprobs(output: RequestOutput) -> list[float]:
     return [entry[token].logprob for entry in entries if entry for token in sorted(entry)]
 
 
-@pytest.mark.parametrize("place", range(1, 9))
+@pytest.mark.parametrize("place", range(1, 10))
 def test_a_stop_token_at_any_place_wastes_one_row_and_keeps_no_wrong_state(
     place: int, rng: np.random.Generator
 ) -> None:
@@ -109,6 +109,7 @@ def test_a_stop_token_at_any_place_wastes_one_row_and_keeps_no_wrong_state(
     prompts = [random_tokens(rng, 6), random_tokens(rng, 5)]
     with overlapping("gdn", track_interval=4, seed=place) as rt:
         tokens = tokens_of(rt.generate(prompts, greedy(9)))[0]
+        assert waste(rt) == 0, "it is known beforehand which token is the last that max_tokens allows"
         place = tokens.index(tokens[place - 1]) + 1  # where it comes first
         rt.reset_prefix_cache()
         stop = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, stop_token_ids=[tokens[place - 1]])

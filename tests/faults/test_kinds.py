@@ -240,3 +240,21 @@ def test_contents_come_back_to_their_own_slots() -> None:
     for tensor in pool.layers[0].values():
         held = tensor.reshape(13, -1)[:, 0].tolist()
         assert held == [0, 1, 2, 3, 4, 5, 6, 7, 8, 7, 2, 11, 5]
+
+
+def test_a_state_comes_back_from_the_host_behind_the_step_in_flight() -> None:
+    """The slots it comes back to were free when that step was prepared, so the step may still read them."""
+    engine = HashingEngine(
+        num_kv=100, num_states=6, max_len=30, policy=CheckpointPolicy(min_saving=1), host=(50, 10), overlap="late"
+    )
+    supply = engine.memory.supply
+    visit(engine, "on the host", [60, 61])
+    supply.release_states(supply.take_states(6))
+    engine.add("runs", [40, 41, 42], 12)
+    for _ in range(3):
+        engine.step()
+    assert len(engine.engine.in_flight) == 1
+    engine.add("comes back", [60, 61, 1], 2)
+    finish(engine)
+    assert engine.tier is not None
+    assert engine.tier.counts.num_restored_checkpoints == 1
