@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_runtime.engine.code_digest import code_digest
 from hybrid_runtime.engine.steps import StepOutputs, choose_greedily, known_tokens
 from hybrid_runtime.graphs.compiled import CompiledFunction, mark_dynamic
 from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory
@@ -45,7 +46,13 @@ class CompiledSteps:
         self.can_be_captured = model.device.type == "cuda"
         self._model = model
         self._last_token_R = last_token_R
+        # Kernels on CUDA split a row's context by the longest there may be; those on a CPU go by the row.
+        self.max_context_len = memory.req_to_token.shape[1] if self.can_be_captured else 1
         pools = self._model.memories(memory)
+        # The plan sizes these by the free memory of the day: compiled code must not depend on it.
+        layers = (*memory.kv_layers, *memory.state_layers)
+        mark_dynamic([*(pool for layer in layers for pool in layer.values()), memory.req_to_token, last_token_R])
+        mark_dynamic([memory.req_to_token], dim=1)
         report("prefill")
         prefill = _example_prefill(model.device)
         self._prefill = _Graphs(
@@ -57,7 +64,7 @@ class CompiledSteps:
             (_choose, prefill.logits_tokens_M),
         )
         report("decode")
-        decode = _example_decode(model.device)
+        decode = _example_decode(self.max_context_len, model.device)
         rows = (decode.request_rows_B, last_token_R)
         self._decode = _Graphs(
             self._model,
@@ -67,6 +74,9 @@ class CompiledSteps:
             (_embed_known, decode.token_ids_B, *rows),
             (_choose_and_keep, *rows),
         )
+        report("trial run on the null slot")  # what is left to load or to initialise is so before requests come
+        self.prefill(prefill)
+        self.decode(decode)
 
     @torch.no_grad()
     def prefill(self, inputs: PrefillInputs) -> StepOutputs:
@@ -74,6 +84,8 @@ class CompiledSteps:
 
     @torch.no_grad()
     def decode(self, inputs: DecodeInputs) -> StepOutputs:
+        if inputs.max_context_len != self.max_context_len:
+            raise ValueError(f"compiled for max_context_len={self.max_context_len}, not {inputs.max_context_len}")
         rows = (inputs.request_rows_B, self._last_token_R)
         return self._decode.run(inputs, (inputs.token_ids_B, *rows), rows)
 
@@ -95,17 +107,18 @@ class _Graphs:
         last: tuple[Any, ...],
     ) -> None:
         self._model = model
+        code = code_digest()
         x_ND = first[0](model, *first[1:])
         mark_dynamic([x_ND])
-        self._first = CompiledFunction(first[0], model, *first[1:])
+        self._first = CompiledFunction(first[0], model, *first[1:], code=code)
         kinds: dict[object, CompiledFunction] = {}
         self._blocks: list[tuple[CompiledFunction, Block, Sequence[MixerMemory]]] = []
         for block, memories in zip(model.blocks, pools, strict=True):
             if block.spec not in kinds:
-                kinds[block.spec] = CompiledFunction(run_block, block, x_ND, inputs, memories)
+                kinds[block.spec] = CompiledFunction(run_block, block, x_ND, inputs, memories, code=code)
             kinds[block.spec].require_same(block, x_ND, inputs, memories)
             self._blocks.append((kinds[block.spec], block, memories))
-        self._last = CompiledFunction(last[0], model, x_ND, *last[1:])
+        self._last = CompiledFunction(last[0], model, x_ND, *last[1:], code=code)
 
     def run(self, inputs: PrefillInputs | DecodeInputs, first: tuple[Any, ...], last: tuple[Any, ...]) -> StepOutputs:
         x_ND = self._first(self._model, *first)
@@ -140,8 +153,8 @@ def _choose_and_keep(model: HybridModel, x_BD: Tensor, request_rows_B: Tensor, l
     return outputs
 
 
-def _example_decode(device: torch.device) -> DecodeInputs:
-    """Two padding rows."""
+def _example_decode(max_context_len: int, device: torch.device) -> DecodeInputs:
+    """Two padding rows. The longest context is compiled in: kernels split contexts by it."""
 
     def zeros() -> Tensor:
         return torch.zeros(2, dtype=torch.int64, device=device)
@@ -152,7 +165,7 @@ def _example_decode(device: torch.device) -> DecodeInputs:
         kv_slots_B=zeros(),
         request_rows_B=zeros(),
         context_lens_B=zeros() + 1,
-        max_context_len=1,
+        max_context_len=max_context_len,
         working_slots_B=zeros(),
     )
     mark_dynamic(_tensors(inputs))

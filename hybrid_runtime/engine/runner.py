@@ -86,7 +86,7 @@ class ModelRunner:
         self.memory = memory
         self.num_prefill_forwards = 0
         self.num_decode_forwards = 0
-        num_rows, max_model_len = memory.table.slots.shape
+        num_rows = len(memory.table.slots)
         with torch.inference_mode(False):  # as the pools: writable in either mode
             self.last_token_R = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
         self.steps = make_steps(model, memory.step_memory, self.last_token_R)
@@ -94,7 +94,7 @@ class ModelRunner:
         self._decode_runner = DecodeRunner(
             self.steps.decode,
             max_batch=num_rows - 1,
-            max_context_len=max_model_len,
+            max_context_len=self.steps.max_context_len,
             device=model.device,
             buckets=batch_buckets(num_rows - 1) if capture else None,
             capture=capture,

@@ -29,6 +29,7 @@ class Steps(Protocol):
     A decode also reads and writes the token chosen last for each row of the request table.
     """
 
+    max_context_len: int  # what decodes expect in their inputs
     can_be_captured: bool  # whether a decode is the same launches in the same order for each batch of a size
 
     def prefill(self, inputs: PrefillInputs) -> StepOutputs:
@@ -47,6 +48,7 @@ class EagerSteps:
         self.model = model
         self.memory = memory
         self.last_token_R = last_token_R
+        self.max_context_len = memory.req_to_token.shape[1]
 
     def prefill(self, inputs: PrefillInputs) -> StepOutputs:
         return choose_greedily(self.model.prefill(inputs, self.memory))

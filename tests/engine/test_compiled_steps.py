@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from hybrid_runtime import HybridRuntime
 from hybrid_runtime.engine.compiled_steps import CompiledSteps
 from hybrid_runtime.engine.steps import EagerSteps, Steps
 from hybrid_runtime.graphs.decode_runner import DecodeRunner, batch_buckets
@@ -30,8 +31,6 @@ from tests.engine.helpers import (
     greedy,
     poison_free_slots,
     random_tokens,
-    runtime_of,
-    solo_tokens,
     tokens_of,
 )
 from tests.parity.driver import Driver, Prompt, Request
@@ -62,7 +61,8 @@ class SteppedModel:
         return self.steps(memory).prefill(inputs).logits_BV
 
     def decode(self, inputs: DecodeInputs, memory: StepMemory) -> Tensor:
-        return self.steps(memory).decode(inputs).logits_BV
+        steps = self.steps(memory)
+        return steps.decode(dataclasses.replace(inputs, max_context_len=steps.max_context_len)).logits_BV
 
 
 def quietly_compiled(model: HybridModel, memory: StepMemory, last_token_R: Tensor) -> CompiledSteps:
@@ -161,26 +161,30 @@ def adapt_double(kind: str) -> HybridModel:
     return adapt(copy.deepcopy(reference_model(kind)).to(torch.bfloat16).double())
 
 
+def runtime(kind: str, **options: Any) -> HybridRuntime:
+    return HybridRuntime(reference_model(kind), dtype="float64", state_dtype="float64", debug_checks=True, **options)
+
+
 @pytest.fixture(scope="module", params=MIXER_KINDS)
-def compiled_runtime(request: pytest.FixtureRequest) -> Iterator[tuple[str, Any]]:
-    """A runtime with few slots, so that rows are preempted, and its kind."""
-    with runtime_of(request.param, compile="auto", num_kv_slots=400, num_state_slots=14, max_model_len=220) as rt:
+def compiled(request: pytest.FixtureRequest) -> Iterator[tuple[str, HybridRuntime]]:
+    """A kind of mixer, and a runtime with few slots, so that rows are preempted."""
+    with runtime(request.param, max_num_seqs=8, num_kv_slots=260, num_state_slots=14, max_model_len=220) as rt:
         assert isinstance(rt._engine.runner.steps, CompiledSteps)
         yield request.param, rt
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_generate_gives_the_tokens_of_eager_runs(
-    compiled_runtime: tuple[str, Any], is_padded: bool, monkeypatch: pytest.MonkeyPatch
+    compiled: tuple[str, HybridRuntime], is_padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mixed lengths, hits, preemptions; with buckets, as captured steps have them, and without."""
-    kind, rt = compiled_runtime
+    kind, rt = compiled
     runner = rt._engine.runner
     if is_padded:
         padded = DecodeRunner(
             runner.steps.decode,
             max_batch=8,
-            max_context_len=220,
+            max_context_len=runner.steps.max_context_len,
             device=torch.device("cpu"),
             buckets=batch_buckets(8),
         )
@@ -190,7 +194,9 @@ def test_generate_gives_the_tokens_of_eager_runs(
     prompts = [random_tokens(rng, length) for length in (1, 2, 65, 64, 130, 31)]
     prompts += [prompts[4][:100] + random_tokens(rng, 9), prompts[2]]
     max_tokens = [12, 1, 30, 9, 20, 17, 5, 40]
-    expected = solo_tokens(kind, prompts, max_tokens)
+    with runtime(kind, compile="off", enable_prefix_cache=False, max_num_seqs=1) as solo:
+        pairs = list(zip(prompts, max_tokens, strict=True))
+        expected = [tokens_of(solo.generate(prompt, greedy(count)))[0] for prompt, count in pairs]
     for _ in range(2):
         poison_free_slots(rt)
         assert tokens_of(rt.generate(prompts, [greedy(count) for count in max_tokens])) == expected

@@ -1,0 +1,56 @@
+"""What compiled code may rely on, besides its source: the layout of every tensor and all other values it was given."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LEAVES = (str, int, float, bool, type(None), torch.dtype, torch.device)
+
+
+def signature(value: Any) -> tuple[str, ...]:
+    """One line per leaf of `value`: its path, and what code compiled for it may rely on.
+
+    Of a tensor: dtype, device, and its sizes and strides, `*` where `mark_dynamic` lets a size vary. Of an object: its
+    class and its attributes; of a function: its name. Equal signatures may share compiled code. Raises TypeError for
+    what it does not know.
+    """
+    return tuple(_lines("", value, frozenset()))
+
+
+def _lines(path: str, value: Any, above: frozenset[int]) -> Iterator[str]:
+    if isinstance(value, Tensor):
+        yield f"{path}: {_layout(value)}"
+    elif isinstance(value, _LEAVES):
+        yield f"{path}: {value!r}"
+    elif id(value) in above:
+        raise TypeError(f"{path} contains itself")
+    elif isinstance(value, tuple | list):
+        yield f"{path}: {type(value).__name__} of {len(value)}"
+        yield from _parts(path, enumerate(value), above | {id(value)})
+    elif isinstance(value, Mapping):
+        yield f"{path}: {type(value).__name__} of {len(value)}"
+        yield from _parts(path, sorted(value.items()), above | {id(value)})
+    elif callable(value) and hasattr(value, "__qualname__"):
+        yield f"{path}: {value.__module__}.{value.__qualname__}"
+    elif dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
+        yield f"{path}: {type(value).__module__}.{type(value).__qualname__}"
+        yield from _parts(path, sorted(vars(value).items()), above | {id(value)})
+    else:
+        raise TypeError(f"{path} is a {type(value).__name__}")
+
+
+def _parts(path: str, parts: Any, above: frozenset[int]) -> Iterator[str]:
+    for name, part in parts:
+        yield from _lines(f"{path}.{name}", part, above)
+
+
+def _layout(tensor: Tensor) -> str:
+    dynamic: set[int] = getattr(tensor, "_dynamo_dynamic_indices", set())
+    sizes = ["*" if dim in dynamic else str(size) for dim, size in enumerate(tensor.shape)]
+    strides = [str(stride) for stride in tensor.stride()] if not dynamic else ["*"]
+    return f"{tensor.dtype} {tensor.device} [{', '.join(sizes)}] by [{', '.join(strides)}]"
