@@ -111,15 +111,17 @@ def test_any_leading_shape_and_any_strides_of_rows() -> None:
 
 
 def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(use_threads) -> None:
-    x, weight, bias = operands(130, 301, 1000)
-    packed = pack(weight)
+    """The products cancel, so that a result is what the float32 sums round: another order of sums is another result."""
+    x, weight, _ = operands(130, 151, 1000)
+    x, packed = torch.cat([x, x.flip(1)], dim=1), pack(torch.cat([weight, -weight.flip(1)], dim=1))
     use_threads(1)
-    together = packed_linear(x, packed, 1000, bias)
+    together = packed_linear(x, packed, 1000)
+    assert (together != 0).double().mean() > 0.5
     use_threads(2)
-    assert torch.equal(packed_linear(x, packed, 1000, bias), together)
+    assert torch.equal(packed_linear(x, packed, 1000), together)
     for rows in ROWS:
-        assert torch.equal(packed_linear(x[:rows], packed, 1000, bias), together[:rows])
-        assert torch.equal(packed_linear(x[-rows:], packed, 1000, bias), together[-rows:])
+        assert torch.equal(packed_linear(x[:rows], packed, 1000), together[:rows])
+        assert torch.equal(packed_linear(x[-rows:], packed, 1000), together[-rows:])
 
 
 @pytest.mark.parametrize("rows", [5, 40])
