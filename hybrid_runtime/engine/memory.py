@@ -44,7 +44,8 @@ class EngineMemory:
         self.table = RequestTable(max_num_seqs, plan.max_model_len)
         host_table = torch.from_numpy(self.table.slots)
         self.table_is_shared = device.type == "cpu" if table_is_shared is None else table_is_shared
-        self.device_table = host_table if self.table_is_shared else host_table.clone().to(device)
+        with torch.inference_mode(False):  # as the pools: writable in either mode
+            self.device_table = host_table if self.table_is_shared else host_table.clone().to(device)
         self.step_memory = StepMemory(self.kv_pool.layers, self.state_pool.layers, self.device_table)
 
     @property

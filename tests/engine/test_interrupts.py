@@ -66,8 +66,8 @@ def _drive(rt: HybridRuntime, tokens: dict[str, Any]) -> None:
             tokens[output.request_id] = [(s.token_ids, s.finish_reason, s.logprobs) for s in output.outputs]
 
 
-@pytest.mark.parametrize("distance", [0, 7, 60])
-def test_interrupts_at_any_line_change_no_token(distance: int) -> None:
+@pytest.mark.parametrize(("distance", "overlap"), [(0, False), (7, False), (60, False), (7, True)])
+def test_interrupts_at_any_line_change_no_token(distance: int, overlap: bool) -> None:
     """The loop is driven on after each interrupt; all requests end, and are delivered, as if there had been none."""
     rng = np.random.default_rng(31)
     prompts = [random_tokens(rng, length) for length in (12, 1, 14, 9)]
@@ -96,7 +96,7 @@ def test_interrupts_at_any_line_change_no_token(distance: int) -> None:
         assert rt.stats().scheduler.num_preemptions > 0
         assert rt.stats().cache.num_evicted_states > 0
     count, num_interrupted = 1 + 5 * distance, 0
-    with runtime_of("kda", **options) as rt:
+    with runtime_of("kda", overlap=overlap, **options) as rt:
         reached = True
         while reached:
             rt.reset_prefix_cache()
@@ -149,10 +149,11 @@ def test_an_interrupted_generate_leaves_nothing_behind(monkeypatch: pytest.Monke
         assert_idle(rt)
 
 
-def test_generate_interrupted_at_any_line_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_generate_interrupted_at_any_line_leaves_nothing_behind(overlap: bool) -> None:
     prompts = [random_tokens(np.random.default_rng(33), length) for length in (30, 12)]
     options: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
-    with runtime_of("kda", max_num_batched_tokens=20) as rt:
+    with runtime_of("kda", max_num_batched_tokens=20, overlap=overlap) as rt:
         expected = [output.outputs[0].token_ids for output in rt.generate(prompts, **options)]
         count, was_interrupted = 1, True
         while was_interrupted:

@@ -292,6 +292,18 @@ def test_the_cache_is_not_touched_while_a_step_is_in_flight(rng: np.random.Gener
         assert_idle(rt)
 
 
+def test_the_modes_around_its_calls_do_not_matter(rng: np.random.Generator) -> None:
+    """Made in inference mode and used outside, used under autocast, while the steps run in a thread without either."""
+    prompts = [random_tokens(rng, 9), random_tokens(rng, 4)]
+    with torch.inference_mode():
+        rt = overlapping("mamba2")
+    with rt:
+        expected = tokens_of(rt.generate(prompts, greedy(6)))
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+            assert tokens_of(rt.generate(prompts, greedy(6))) == expected
+        assert_idle(rt)
+
+
 # The thread.
 
 
