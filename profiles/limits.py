@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.models.spec import AttentionSpec, MlaSpec
-from hybrid_runtime.models.weights import MoeWeights
+from hybrid_runtime.models.weights import Linear, MoeWeights
 
 NUM_ROUNDS = 7
 
@@ -139,6 +139,8 @@ def _attention_channels(mixer: object) -> int:
 def _tensors(weights: Any) -> Iterator[Tensor]:
     if isinstance(weights, Tensor):
         yield weights
+    elif isinstance(weights, Linear):  # a packed copy is read in place of the weight
+        yield from (tensor for tensor in (weights.weight_OI, weights.bias_O) if tensor is not None)
     elif dataclasses.is_dataclass(weights):
         for field in dataclasses.fields(weights):
             yield from _tensors(getattr(weights, field.name))
