@@ -7,7 +7,7 @@ LONG_RESULTS ?= profiles/results/test_long.json
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format test-long faults lowering lowering-check lowering-record train-tiny clean
+.PHONY: demo test lint format test-long faults lowering lowering-check lowering-record gpu-check plots train-tiny clean
 
 demo: $(INSTALLED)  ## generate on the bundled model, cold and warm
 	$(BIN)/python -m hybrid_runtime.demo
@@ -39,6 +39,12 @@ lowering-check: $(INSTALLED)  ## the same, and fail on pool copies, spills, unsa
 
 lowering-record: $(INSTALLED)  ## record the launches as the new limit
 	$(BIN)/python -m hybrid_runtime.lowering_report --record
+
+gpu-check: $(INSTALLED)  ## on a machine with a GPU: equivalences under real capture, kernels, benchmarks; one report
+	$(BIN)/python -m tests.gpu
+
+plots: $(INSTALLED)  ## profiles/results/README.md and its plots, from the JSON files beside it
+	$(BIN)/python profiles/plots.py
 
 train-tiny: $(INSTALLED)  ## train the bundled checkpoint from scratch: over an hour
 	$(BIN)/python -m hybrid_runtime.training train --out build/tiny --minutes 74
