@@ -12,8 +12,6 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = "profiles/trace.py --no-profile --compile off --device cpu --batch 4 --prefix 48"
-    "profiles/trace.py --no-profile --compile off --device cpu --batch 4 --prefix 48 --warmup-steps 30 --steps 30"
-)
 
 
 @pytest.fixture(scope="module")
