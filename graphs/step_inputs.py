@@ -43,6 +43,7 @@ class PrefillInputs:
     working_slots_S: Tensor  # int64, state slots the sequences start from
     state_slots_R: Tensor  # int64, state slots that the layout's requested states are written to
     logits_tokens_M: Tensor  # int64, flat indices of the tokens whose logits are returned
+    logits_rows_M: Tensor  # int64, row of req_to_token whose next token these logits choose; 0: of none
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ PairOp = Callable[..., tuple[Tensor, Tensor]]
 class Kernels:
     """One form of each operation; the contracts are those of the functions that `REFERENCE` names.
 
-    `pack` makes the layout that `linear` reads fastest from a weight `[O, I]`: a copy, or None if it reads the weight
-    itself.
+    `pack` makes the layout that `linear` reads fastest from each of some weights `[O, I]`: a copy, or None if it reads
+    the weight itself.
     """
 
-    pack: Callable[[Tensor], Tensor | None]
+    pack: Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
     linear: TensorOp
     causal_conv: PairOp
     conv_step: TensorOp
@@ -57,7 +57,7 @@ def _plain_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, pa
 
 
 REFERENCE = Kernels(
-    pack=lambda weight_OI: None,
+    pack=lambda weights: [None] * len(weights),
     linear=_plain_linear,
     causal_conv=causal_conv,
     conv_step=conv_step,
@@ -106,7 +106,8 @@ def compiled_kernels(device: torch.device) -> Kernels:
     """The forms that compiled steps run on a device; what is measured about each is in `profiles/README.md`.
 
     Prefill runs forms that one compilation serves for every batch. Decode runs twins in C++ on a CPU, where Inductor's
-    loops would make copies of states, and in Triton on CUDA. Raises CompilerNotFound on a CPU without a C++ compiler.
+    loops would make copies of states, and in Triton on CUDA. They may be traced at once; `wait_for_kernels` before
+    anything runs them. Raises CompilerNotFound on a CPU without a C++ compiler.
     """
     from hybrid_runtime.ops import opaque  # here: eager steps need none of these
 
@@ -122,7 +123,7 @@ def compiled_kernels(device: torch.device) -> Kernels:
     if device.type == "cpu":
         from hybrid_runtime.ops import cpu_kernels
 
-        cpu_kernels.ensure_built()
+        cpu_kernels.start_building()
         return dataclasses.replace(
             for_any_batch,
             pack=_pack_on_cpu,
@@ -149,16 +150,25 @@ def compiled_kernels(device: torch.device) -> Kernels:
     )
 
 
-def _pack_on_cpu(weight_OI: Tensor) -> Tensor | None:
-    from hybrid_runtime.ops.cpu_kernels import packed
+def wait_for_kernels(device: torch.device) -> None:
+    """Returns when the forms of `compiled_kernels` can run: on a CPU they may have to be built first."""
+    if device.type == "cpu":
+        from hybrid_runtime.ops import cpu_kernels
 
-    return packed.pack(weight_OI) if packed.packing_pays(weight_OI) else None
+        cpu_kernels.ensure_built()
+
+
+def _pack_on_cpu(weights: Sequence[Tensor]) -> list[Tensor | None]:
+    from hybrid_runtime.ops import cpu_kernels
+
+    pays = [cpu_kernels.packing_pays(weight_OI) for weight_OI in weights]
+    packed = iter(cpu_kernels.pack_all([weight_OI for weight_OI, pay in zip(weights, pays, strict=True) if pay]))
+    return [next(packed) if pay else None for pay in pays]
 
 
 def _linear_on_cpu(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
     from hybrid_runtime.ops import cpu_kernels
-    from hybrid_runtime.ops.cpu_kernels.packed import packed_linear
 
     if packed is None:
         return cpu_kernels.linear(x, weight_OI, bias_O)
-    return packed_linear(x, packed, weight_OI.shape[0], bias_O)
+    return cpu_kernels.packed_linear(x, packed, weight_OI.shape[0], bias_O)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,19 +149,43 @@ def _value_first(form: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tu
     return lambda value, query, key, *others: form(query, key, value, *others)
 
 
-def _prefill_attention(*args: Any) -> Tensor:
-    *before_layout, fields, scale, window = args
-    o_LHV = attention.prefill_attention(*before_layout, RaggedLayout(*fields), scale=scale, window=window)
-    return o_LHV.contiguous()
+def _prefill_attention(
+    q_LHD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    req_to_token: Tensor,
+    request_rows_S: Tensor,
+    context_lens_S: Tensor,
+    fields: Sequence[Tensor],
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    layout, table = RaggedLayout(*fields), (req_to_token, request_rows_S, context_lens_S)
+    return attention.prefill_attention(q_LHD, k_pool, v_pool, *table, layout, scale=scale, window=window).contiguous()
 
 
-def _prefill_mla(*args: Any) -> Tensor:
-    *before_layout, fields, scale = args
-    return attention.prefill_mla(*before_layout, RaggedLayout(*fields), scale=scale).contiguous()
+def _prefill_mla(
+    q_nope_LHD: Tensor,
+    q_rope_LHE: Tensor,
+    latent_pool: Tensor,
+    w_k_HDR: Tensor,
+    w_v_HVR: Tensor,
+    req_to_token: Tensor,
+    request_rows_S: Tensor,
+    context_lens_S: Tensor,
+    fields: Sequence[Tensor],
+    scale: float,
+) -> Tensor:
+    layout, table = RaggedLayout(*fields), (req_to_token, request_rows_S, context_lens_S)
+    return attention.prefill_mla(
+        q_nope_LHD, q_rope_LHE, latent_pool, w_k_HDR, w_v_HVR, *table, layout, scale=scale
+    ).contiguous()
 
 
-def _moe_feed_forward(*args: Any) -> Tensor:
-    return moe.moe_feed_forward(*args, activation=silu).contiguous()
+def _moe_feed_forward(
+    x_LD: Tensor, expert_ids_LK: Tensor, expert_weights_LK: Tensor, gate_up_weight: Tensor, down_weight: Tensor
+) -> Tensor:
+    return moe.moe_feed_forward(x_LD, expert_ids_LK, expert_weights_LK, gate_up_weight, down_weight, silu).contiguous()
 
 
 _define_chunked("mamba2_chunked", mamba2.mamba2_chunked)

@@ -47,6 +47,7 @@ class PrefillBatch:
     working_slots_S: Indices
     state_slots_R: Indices
     logits_tokens_M: Indices
+    logits_rows_M: Indices
     last_rows_S: Indices  # which of the M rows is that of a chunk's last token
     scored: tuple[ScoredSpan, ...]  # prompt tokens whose logprobs are wanted
 
@@ -62,6 +63,7 @@ class PrefillBatch:
             working_slots_S=to_device(self.working_slots_S, device),
             state_slots_R=to_device(self.state_slots_R, device),
             logits_tokens_M=to_device(self.logits_tokens_M, device),
+            logits_rows_M=to_device(self.logits_rows_M, device),
         )
 
 
@@ -70,6 +72,7 @@ def build_prefill(chunks: Sequence[PrefillChunk], table: RequestTable) -> Prefil
     state_positions: list[tuple[int, ...]] = []
     state_slots: list[int] = []
     logits_tokens: list[int] = []
+    logits_rows: list[int] = []
     last_rows: list[int] = []
     scored: list[ScoredSpan] = []
     begin = 0
@@ -82,9 +85,11 @@ def build_prefill(chunks: Sequence[PrefillChunk], table: RequestTable) -> Prefil
         if span is not None:
             first = begin + max(chunk.start, chunk.request.num_prompt_logits_read) - chunk.start
             logits_tokens.extend(range(first, first + len(span.token_ids)))
+            logits_rows.extend([0] * len(span.token_ids))
             scored.append(span)
         last_rows.append(len(logits_tokens))
         logits_tokens.append(begin + length - 1)
+        logits_rows.append(chunk.request.resident.row)
         begin += length
     rows = [chunk.request.resident.row for chunk in chunks]
     return PrefillBatch(
@@ -100,6 +105,7 @@ def build_prefill(chunks: Sequence[PrefillChunk], table: RequestTable) -> Prefil
         working_slots_S=_indices([chunk.request.resident.working_slot for chunk in chunks]),
         state_slots_R=_indices(state_slots),
         logits_tokens_M=_indices(logits_tokens),
+        logits_rows_M=_indices(logits_rows),
         last_rows_S=_indices(last_rows),
         scored=tuple(scored),
     )

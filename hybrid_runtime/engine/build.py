@@ -95,7 +95,7 @@ def build_engine(
 
 def _compilable(model: HybridModel) -> HybridModel | None:
     """The model in the forms that compiled steps run; None, with a warning, on a machine that cannot compile."""
-    _LOGGER.info("building kernels for %s, packing weights", model.device)
+    _LOGGER.info("packing weights for %s", model.device)
     try:
         return model.with_kernels(compiled_kernels(model.device))
     except CompilerNotFound as error:

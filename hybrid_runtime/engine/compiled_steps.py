@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepM
 from hybrid_runtime.models.block import Block
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.models.mixers import MixerMemory
+from hybrid_runtime.ops.kernels import wait_for_kernels
 from hybrid_runtime.ops.ragged import DEFAULT_CHUNK_SIZE, RaggedLayout
 
 # Of two example sequences; chosen so that no two sizes of the example are the same.
@@ -53,86 +53,82 @@ class CompiledSteps:
         layers = (*memory.kv_layers, *memory.state_layers)
         mark_dynamic([*(pool for layer in layers for pool in layer.values()), memory.req_to_token, last_token_R])
         mark_dynamic([memory.req_to_token], dim=1)
+        self._all_rows = torch.arange(len(last_token_R), device=model.device)
+        prefill, decode = _example_prefill(model.device), _example_decode(self.max_context_len, model.device)
+
+        report("embedding and choice of tokens")
+        code = code_digest()
+        tokens = (prefill.token_ids_L, torch.zeros_like(prefill.token_ids_L))
+        mark_dynamic(tokens)
+        self._embed = CompiledFunction(embed_tokens, model, *tokens, last_token_R, code=code)
+        x_LD = model.embed(prefill.token_ids_L)
+        mark_dynamic([x_LD])
+        chosen = (prefill.logits_tokens_M, prefill.logits_rows_M)
+        self._choose = CompiledFunction(choose_tokens, model, x_LD, *chosen, last_token_R, code=code)
         report("prefill")
-        prefill = _example_prefill(model.device)
-        self._prefill = _Graphs(
-            self._model,
-            pools,
-            _prefill_block,
-            prefill,
-            (_embed_prompt, prefill.token_ids_L),
-            (_choose, prefill.logits_tokens_M),
-        )
+        self._prefill_blocks = _CompiledBlocks(_prefill_block, model, pools, prefill, len(prefill.token_ids_L))
         report("decode")
-        decode = _example_decode(self.max_context_len, model.device)
-        rows = (decode.request_rows_B, last_token_R)
-        self._decode = _Graphs(
-            self._model,
-            pools,
-            _decode_block,
-            decode,
-            (_embed_known, decode.token_ids_B, *rows),
-            (_choose_and_keep, *rows),
-        )
+        self._decode_blocks = _CompiledBlocks(_decode_block, model, pools, decode, len(decode.token_ids_B))
+        report("kernels")
+        wait_for_kernels(model.device)
         report("trial run on the null slot")  # what is left to load or to initialise is so before requests come
         self.prefill(prefill)
         self.decode(decode)
 
     @torch.no_grad()
     def prefill(self, inputs: PrefillInputs) -> StepOutputs:
-        return self._prefill.run(inputs, (inputs.token_ids_L,), (inputs.logits_tokens_M,))
+        x_LD = self._embed(self._model, inputs.token_ids_L, torch.zeros_like(inputs.token_ids_L), self._last_token_R)
+        x_LD = self._prefill_blocks.run(x_LD, inputs)
+        return self._choose(self._model, x_LD, inputs.logits_tokens_M, inputs.logits_rows_M, self._last_token_R)
 
     @torch.no_grad()
     def decode(self, inputs: DecodeInputs) -> StepOutputs:
         if inputs.max_context_len != self.max_context_len:
             raise ValueError(f"compiled for max_context_len={self.max_context_len}, not {inputs.max_context_len}")
-        rows = (inputs.request_rows_B, self._last_token_R)
-        return self._decode.run(inputs, (inputs.token_ids_B, *rows), rows)
+        x_BD = self._embed(self._model, inputs.token_ids_B, inputs.request_rows_B, self._last_token_R)
+        x_BD = self._decode_blocks.run(x_BD, inputs)
+        every_B = self._all_rows[: len(x_BD)]
+        return self._choose(self._model, x_BD, every_B, inputs.request_rows_B, self._last_token_R)
 
 
-class _Graphs:
-    """The compiled graphs of one kind of forward, for arguments like the examples.
-
-    `first` and `last`: the functions before and behind the blocks, with what they take after the model (and, the last
-    one, the residual stream).
-    """
+class _CompiledBlocks:
+    """The blocks of one kind of forward, for inputs like the examples: one graph per kind of block."""
 
     def __init__(
         self,
+        run_block: Callable[..., Tensor],
         model: HybridModel,
         pools: Sequence[Sequence[MixerMemory]],
-        run_block: Callable[..., Tensor],
         inputs: PrefillInputs | DecodeInputs,
-        first: tuple[Any, ...],
-        last: tuple[Any, ...],
+        num_tokens: int,
     ) -> None:
-        self._model = model
-        code = code_digest()
-        x_ND = first[0](model, *first[1:])
+        x_ND = model.embed(torch.zeros(num_tokens, dtype=torch.int64, device=model.device))
         mark_dynamic([x_ND])
-        self._first = CompiledFunction(first[0], model, *first[1:], code=code)
         kinds: dict[object, CompiledFunction] = {}
         self._blocks: list[tuple[CompiledFunction, Block, Sequence[MixerMemory]]] = []
         for block, memories in zip(model.blocks, pools, strict=True):
             if block.spec not in kinds:
-                kinds[block.spec] = CompiledFunction(run_block, block, x_ND, inputs, memories, code=code)
+                kinds[block.spec] = CompiledFunction(run_block, block, x_ND, inputs, memories, code=code_digest())
             kinds[block.spec].require_same(block, x_ND, inputs, memories)
             self._blocks.append((kinds[block.spec], block, memories))
-        self._last = CompiledFunction(last[0], model, x_ND, *last[1:], code=code)
 
-    def run(self, inputs: PrefillInputs | DecodeInputs, first: tuple[Any, ...], last: tuple[Any, ...]) -> StepOutputs:
-        x_ND = self._first(self._model, *first)
+    def run(self, x_ND: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
+        """The residual stream behind the last block."""
         for run_block, block, memories in self._blocks:
             x_ND = run_block(block, x_ND, inputs, memories)
-        return self._last(self._model, x_ND, *last)
+        return x_ND
 
 
-def _embed_prompt(model: HybridModel, token_ids_L: Tensor) -> Tensor:
-    return model.embed(token_ids_L)
+def embed_tokens(model: HybridModel, token_ids_N: Tensor, request_rows_N: Tensor, last_token_R: Tensor) -> Tensor:
+    """What the first block reads; a token IN_FLIGHT is the one chosen last for its row of the table."""
+    return model.embed(known_tokens(token_ids_N, request_rows_N, last_token_R))
 
 
-def _embed_known(model: HybridModel, token_ids_B: Tensor, request_rows_B: Tensor, last_token_R: Tensor) -> Tensor:
-    return model.embed(known_tokens(token_ids_B, request_rows_B, last_token_R))
+def choose_tokens(
+    model: HybridModel, x_ND: Tensor, chosen_M: Tensor, request_rows_M: Tensor, last_token_R: Tensor
+) -> StepOutputs:
+    """The step's outputs from what the last block left at the places `chosen_M`; writes `last_token_R`."""
+    return choose_greedily(model.logits(x_ND[chosen_M]), request_rows_M, last_token_R)
 
 
 def _prefill_block(block: Block, x_LD: Tensor, inputs: PrefillInputs, memories: Sequence[MixerMemory]) -> Tensor:
@@ -141,16 +137,6 @@ def _prefill_block(block: Block, x_LD: Tensor, inputs: PrefillInputs, memories: 
 
 def _decode_block(block: Block, x_BD: Tensor, inputs: DecodeInputs, memories: Sequence[MixerMemory]) -> Tensor:
     return block.decode(x_BD, inputs, memories)
-
-
-def _choose(model: HybridModel, x_LD: Tensor, logits_tokens_M: Tensor) -> StepOutputs:
-    return choose_greedily(model.logits(x_LD[logits_tokens_M]))
-
-
-def _choose_and_keep(model: HybridModel, x_BD: Tensor, request_rows_B: Tensor, last_token_R: Tensor) -> StepOutputs:
-    outputs = choose_greedily(model.logits(x_BD))
-    last_token_R.index_put_((request_rows_B,), outputs.greedy_ids_B)
-    return outputs
 
 
 def _example_decode(max_context_len: int, device: torch.device) -> DecodeInputs:
@@ -190,6 +176,7 @@ def _example_prefill(device: torch.device) -> PrefillInputs:
         working_slots_S=zeros(len(_LENGTHS)),
         state_slots_R=zeros(num_states),
         logits_tokens_M=zeros(_NUM_LOGITS),
+        logits_rows_M=zeros(_NUM_LOGITS),
     )
     mark_dynamic([*_tensors(inputs), *_tensors(layout)])
     mark_dynamic([layout.sequence_chunks_SJ], dim=1)

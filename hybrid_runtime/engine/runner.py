@@ -143,8 +143,6 @@ class ModelRunner:
         if batch.scored:
             last_rows_S = self._indices(batch.last_rows_S)
             outputs = StepOutputs(*(output[last_rows_S] for output in outputs))
-        if prefill.sampled.places:
-            self.last_token_R.index_put_((inputs.request_rows_S,), outputs.greedy_ids_B)
         return self._choose(outputs, batch.request_rows_S, prefill.requests, prefill.sampled, scored)
 
     def _decode(self, decode: PreparedDecode) -> LaunchedForward:

@@ -26,7 +26,7 @@ class StepOutputs(NamedTuple):
 class Steps(Protocol):
     """The forwards of one model over the pools of one engine. Each writes KV and states in place.
 
-    A decode also reads and writes the token chosen last for each row of the request table.
+    Each also writes the greedy token of a row of the request table as the one chosen last for it.
     """
 
     max_context_len: int  # what decodes expect in their inputs
@@ -50,8 +50,10 @@ class EagerSteps:
         self.last_token_R = last_token_R
         self.max_context_len = memory.req_to_token.shape[1]
 
+    @torch.no_grad()
     def prefill(self, inputs: PrefillInputs) -> StepOutputs:
-        return choose_greedily(self.model.prefill(inputs, self.memory))
+        logits_MV = self.model.prefill(inputs, self.memory)
+        return choose_greedily(logits_MV, inputs.logits_rows_M, self.last_token_R)
 
     @torch.no_grad()
     def decode(self, inputs: DecodeInputs) -> StepOutputs:
@@ -61,9 +63,7 @@ class EagerSteps:
             max_context_len=int(inputs.context_lens_B.max()),  # the plain forms read that much of every row
         )
         logits_BV = self.model.decode(known, self.memory)
-        outputs = choose_greedily(logits_BV)
-        self.last_token_R.index_put_((inputs.request_rows_B,), outputs.greedy_ids_B)
-        return outputs
+        return choose_greedily(logits_BV, inputs.request_rows_B, self.last_token_R)
 
 
 def known_tokens(token_ids_B: Tensor, request_rows_B: Tensor, last_token_R: Tensor) -> Tensor:
@@ -71,6 +71,11 @@ def known_tokens(token_ids_B: Tensor, request_rows_B: Tensor, last_token_R: Tens
     return torch.where(token_ids_B == IN_FLIGHT, last_token_R[request_rows_B], token_ids_B)
 
 
-def choose_greedily(logits_BV: Tensor) -> StepOutputs:
-    """The most likely tokens, and which rows are NaN or +inf (a token may well be at -inf)."""
-    return StepOutputs(logits_BV, logits_BV.argmax(dim=-1), ~(logits_BV < torch.inf).all(dim=-1))
+def choose_greedily(logits_BV: Tensor, request_rows_B: Tensor, last_token_R: Tensor) -> StepOutputs:
+    """The most likely tokens, and which rows are NaN or +inf (a token may well be at -inf).
+
+    Writes the tokens to `last_token_R` at `request_rows_B`.
+    """
+    greedy_ids_B = logits_BV.argmax(dim=-1)
+    last_token_R.index_put_((request_rows_B,), greedy_ids_B)
+    return StepOutputs(logits_BV, greedy_ids_B, ~(logits_BV < torch.inf).all(dim=-1))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from hybrid_runtime.engine.steps import StepOutputs, choose_greedily, known_tokens
+from hybrid_runtime.engine.compiled_steps import choose_tokens, embed_tokens
 from hybrid_runtime.graphs.compiled import mark_dynamic
 from hybrid_runtime.graphs.lowering.step import PoolArgument, Step, Trial
 from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory
@@ -51,37 +51,31 @@ def steps_of(architecture: str) -> list[Step]:
 def _decode_steps(name: str, model: HybridModel, memory: StepMemory, trial: Trial) -> Iterator[Step]:
     inputs, last_token_R = _decode_inputs(), _indices(BATCH + 1)
     x_BD = torch.empty(BATCH, model.spec.hidden_size, dtype=model.dtype, device="cuda")
-    mark_dynamic([x_BD, *_tensors(inputs)])
-
-    def first(inputs: DecodeInputs, last_token_R: Tensor) -> Tensor:
-        return model.embed(known_tokens(inputs.token_ids_B, inputs.request_rows_B, last_token_R))
-
-    def last(x_BD: Tensor, inputs: DecodeInputs, last_token_R: Tensor) -> StepOutputs:
-        outputs = choose_greedily(model.logits(x_BD))
-        last_token_R.index_put_((inputs.request_rows_B,), outputs.greedy_ids_B)
-        return outputs
-
-    yield Step(f"{name}, first", first, (inputs, last_token_R), trial=trial)
+    every_B = _indices(BATCH)
+    mark_dynamic([x_BD, every_B, *_tensors(inputs)])
+    first = (model, inputs.token_ids_B, inputs.request_rows_B, last_token_R)
+    yield Step(f"{name}, first", embed_tokens, first, trial=trial)
     for kind, block, memories in _kinds_of_layers(model, memory):
         pools = _pools(block, memories, kv_rows=BATCH * CONTEXT, state_rows=BATCH)
         yield Step(f"{name}, {kind}", block.decode, (x_BD, inputs, memories), pools)
-    yield Step(f"{name}, last", last, (x_BD, inputs, last_token_R))
+    last = (model, x_BD, every_B, inputs.request_rows_B, last_token_R)
+    yield Step(f"{name}, last", choose_tokens, last)
 
 
 def _prefill_steps(name: str, model: HybridModel, memory: StepMemory) -> Iterator[Step]:
     inputs = _prefill_inputs()
     x_LD = torch.empty(sum(PROMPTS), model.spec.hidden_size, dtype=model.dtype, device="cuda")
-    mark_dynamic([x_LD, *_tensors(inputs), *_tensors(inputs.layout)])
+    rows_L, last_token_R = _indices(sum(PROMPTS)), _indices(BATCH + 1)
+    mark_dynamic([x_LD, rows_L, *_tensors(inputs), *_tensors(inputs.layout)])
     mark_dynamic([inputs.layout.sequence_chunks_SJ], dim=1)
 
-    def last(x_LD: Tensor, inputs: PrefillInputs) -> StepOutputs:
-        return choose_greedily(model.logits(x_LD[inputs.logits_tokens_M]))
-
-    yield Step(f"{name}, first", model.embed, (inputs.token_ids_L,), is_captured=False)
+    first = (model, inputs.token_ids_L, rows_L, last_token_R)
+    yield Step(f"{name}, first", embed_tokens, first, is_captured=False)
     for kind, block, memories in _kinds_of_layers(model, memory):
         pools = _pools(block, memories, kv_rows=sum(PROMPTS), state_rows=len(PROMPTS))
         yield Step(f"{name}, {kind}", block.prefill, (x_LD, inputs, memories), pools, is_captured=False)
-    yield Step(f"{name}, last", last, (x_LD, inputs), is_captured=False)
+    last = (model, x_LD, inputs.logits_tokens_M, inputs.logits_rows_M, last_token_R)
+    yield Step(f"{name}, last", choose_tokens, last, is_captured=False)
 
 
 def _kinds_of_layers(model: HybridModel, memory: StepMemory) -> Iterator[tuple[str, Block, tuple[MixerMemory, ...]]]:
@@ -151,4 +145,5 @@ def _prefill_inputs() -> PrefillInputs:
         working_slots_S=_indices(len(PROMPTS)),
         state_slots_R=_indices(len(PROMPTS)),
         logits_tokens_M=_indices(len(PROMPTS)),
+        logits_rows_M=_indices(len(PROMPTS)),
     )

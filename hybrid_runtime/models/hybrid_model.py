@@ -17,7 +17,7 @@ from hybrid_runtime.memory.pools import LayerSpec
 from hybrid_runtime.models.block import Block, apply_norm, scale
 from hybrid_runtime.models.mixers import AttentionMixer, Mixer, MixerMemory, RecurrentMixer
 from hybrid_runtime.models.spec import ModelSpec
-from hybrid_runtime.models.weights import ModelWeights, map_linears
+from hybrid_runtime.models.weights import Linear, ModelWeights, map_linears
 from hybrid_runtime.ops.kernels import REFERENCE, Kernels
 from hybrid_runtime.ops.ragged import state_dtype_for
 
@@ -60,7 +60,10 @@ class HybridModel:
     @torch.no_grad()
     def with_kernels(self, kernels: Kernels) -> HybridModel:
         """The same model on the same weights, with other forms of its operations, and the copies that these want."""
-        weights = map_linears(self.weights, lambda linear: linear._replace(packed=kernels.pack(linear.weight_OI)))
+        linears: list[Linear] = []
+        map_linears(self.weights, lambda linear: linears.append(linear) or linear)  # type: ignore[func-returns-value]
+        packed = iter(kernels.pack([linear.weight_OI for linear in linears]))
+        weights = map_linears(self.weights, lambda linear: linear._replace(packed=next(packed)))
         return HybridModel(self.spec, weights, kernels)
 
     @property

@@ -8,7 +8,7 @@ Nothing is built at import: the first call, or the first trace, builds (see `ens
 their output is zero. What a caller gets wrong raises ValueError before anything is read or written.
 """
 
-from hybrid_runtime.ops.cpu_kernels.build import CompilerNotFound, ensure_built
+from hybrid_runtime.ops.cpu_kernels.build import CompilerNotFound, ensure_built, start_building
 from hybrid_runtime.ops.cpu_kernels.packed import pack, pack_all, packed_linear, packing_pays
 from hybrid_runtime.ops.cpu_kernels.twins import (
     causal_conv,
@@ -38,4 +38,5 @@ __all__ = [
     "pack_all",
     "packed_linear",
     "packing_pays",
+    "start_building",
 ]

@@ -6,7 +6,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +23,20 @@ class CompilerNotFound(RuntimeError):
     """The kernels are not built yet, and there is no C++ compiler to build them with."""
 
 
+def start_building() -> None:
+    """Builds the kernels in other threads, if they have to be built. Call `ensure_built` before anything runs them.
+
+    Tracing does not need them: until then it does not wait. Raises CompilerNotFound without a compiler.
+    """
+    _building()
+
+
+def ensure_built_or_building() -> None:
+    """For a trace, which is a first use, too: the traced program holds the kernels themselves."""
+    if not _building.cache_info().currsize:
+        ensure_built()
+
+
 @cache
 def ensure_built() -> None:
     """Loads the kernels; builds them first (several seconds) unless an earlier process has left them in the cache.
@@ -32,12 +46,26 @@ def ensure_built() -> None:
 
     Raises CompilerNotFound without a compiler, RuntimeError with the compiler's message if it fails.
     """
-    torch.ops.load_library(_built_library())
+    torch.ops.load_library(_building().result())
 
 
-def _built_library() -> Path:
+@cache
+def _building() -> Future[Path]:
+    """The library, which may still be in the making."""
     compiler = cpp_extension.get_cxx_compiler()
-    target = _run(compiler, ["-march=native", "-E", "-dM", "-x", "c++", os.devnull])
+    target = _target(compiler)  # here, so that a missing compiler is noticed at once
+    executor = ThreadPoolExecutor(max_workers=1)
+    future = executor.submit(_built_library, compiler, target)
+    executor.shutdown(wait=False)
+    return future
+
+
+def _target(compiler: str) -> str:
+    """What the compiler knows about this processor."""
+    return _run(compiler, ["-march=native", "-E", "-dM", "-x", "c++", os.devnull])
+
+
+def _built_library(compiler: str, target: str) -> Path:
     digest = hashlib.sha256("\0".join([target, torch.__version__, *FLAGS]).encode())
     sources = sorted(SOURCES.glob("*.cpp"))
     for path in [*sorted(SOURCES.glob("*.h")), *sources]:

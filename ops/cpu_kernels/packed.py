@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_runtime.ops.cpu_kernels import huge_pages
-from hybrid_runtime.ops.cpu_kernels.build import ensure_built
+from hybrid_runtime.ops.cpu_kernels.build import ensure_built, ensure_built_or_building
 
 PANEL_OUTPUTS = 32
 
@@ -83,5 +83,5 @@ def packed_linear(x: Tensor, packed: Tensor, num_outputs: int, bias_O: Tensor | 
 
 @torch.library.register_fake("hybrid_runtime::packed_linear", lib=_library)
 def _packed_linear(x: Tensor, packed: Tensor, num_outputs: int, bias_O: Tensor | None) -> Tensor:
-    ensure_built()  # a traced program holds the kernel itself, so that tracing, too, is a first use
+    ensure_built_or_building()
     return x.new_empty(*x.shape[:-1], num_outputs)

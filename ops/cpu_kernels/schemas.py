@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_runtime.ops.cpu_kernels.build import ensure_built
+from hybrid_runtime.ops.cpu_kernels.build import ensure_built_or_building
 
 _library = torch.library.Library("hybrid_runtime", "FRAGMENT")
 _library.define("linear(Tensor x, Tensor weight_OI, Tensor? bias_O) -> Tensor")
@@ -40,7 +40,7 @@ _library.define(
 
 @torch.library.register_fake("hybrid_runtime::linear", lib=_library)
 def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    ensure_built()
+    ensure_built_or_building()
     return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
 
 
@@ -48,7 +48,7 @@ def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 def _mamba2_step(
     x_BHP: Tensor, dt_BH: Tensor, a_H: Tensor, b_BGN: Tensor, c_BGN: Tensor, state_pool: Tensor, slots_B: Tensor
 ) -> Tensor:
-    ensure_built()
+    ensure_built_or_building()
     return x_BHP.new_empty(x_BHP.shape)
 
 
@@ -65,7 +65,7 @@ def _mamba2_prefill(
     state_sequence_R: Tensor,
     state_length_R: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    ensure_built()
+    ensure_built_or_building()
     return x_LHP.new_empty(x_LHP.shape), h0_SHPN.new_empty(state_sequence_R.shape[0], *h0_SHPN.shape[1:])
 
 
@@ -73,13 +73,13 @@ def _mamba2_prefill(
 def _delta_step(
     q_BGK: Tensor, k_BGK: Tensor, v_BHV: Tensor, log_a_BHK: Tensor, beta_BH: Tensor, state_pool: Tensor, slots_B: Tensor
 ) -> Tensor:
-    ensure_built()
+    ensure_built_or_building()
     return v_BHV.new_empty(v_BHV.shape)
 
 
 @torch.library.register_fake("hybrid_runtime::conv_step", lib=_library)
 def _conv_step(x_BD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, window_pool: Tensor, slots_B: Tensor) -> Tensor:
-    ensure_built()
+    ensure_built_or_building()
     return x_BD.new_empty(x_BD.shape)
 
 
@@ -95,7 +95,7 @@ def _causal_conv(
     state_length_R: Tensor,
     state_end_R: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    ensure_built()
+    ensure_built_or_building()
     return x_LD.new_empty(x_LD.shape), x_LD.new_empty(state_sequence_R.shape[0], *windows_SWD.shape[1:])
 
 
@@ -110,5 +110,5 @@ def _decode_attention(
     scale: float,
     window: int,
 ) -> Tensor:
-    ensure_built()
+    ensure_built_or_building()
     return q_BHD.new_empty(*q_BHD.shape[:2], v_pool.shape[2])

@@ -116,6 +116,7 @@ class Driver:
             working_slots_S=torch.tensor([prompt.request.working_slot for prompt in prompts]),
             state_slots_R=torch.tensor(state_slots),
             logits_tokens_M=torch.arange(sum(lengths)),
+            logits_rows_M=torch.zeros(sum(lengths), dtype=torch.int64),
         )
         return list(self.model.prefill(inputs, self.memory).split(lengths))
 

@@ -36,13 +36,22 @@ def num_compiled(log: Path) -> int:
     return sum("-shared" in line for line in log.read_text().splitlines())
 
 
+def built() -> Path:
+    """The library of a process that has not asked for it before."""
+    build._building.cache_clear()
+    try:
+        return build._building().result()
+    finally:
+        build._building.cache_clear()
+
+
 def test_a_library_is_built_once_and_again_for_other_flags(compile_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = build._built_library()
+    library = built()
     assert library.read_text() == "library\n"
-    assert build._built_library() == library
+    assert built() == library
     assert num_compiled(compile_log) == 1
     monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-g"])
-    assert build._built_library() != library
+    assert built() != library
     assert num_compiled(compile_log) == 2
     assert len(list(library.parent.iterdir())) == 2  # and no half-built files
 
@@ -53,23 +62,34 @@ def test_a_changed_source_is_built_again(compile_log: Path, tmp_path: Path, monk
     header.write_text("old")
     (header.parent / "kernel.cpp").touch()
     monkeypatch.setattr(build, "SOURCES", header.parent)
-    old = build._built_library()
+    old = built()
     header.write_text("new")
-    assert build._built_library() != old
+    assert built() != old
 
 
 def test_a_missing_compiler_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     with pytest.raises(CompilerNotFound, match=r"need a C\+\+ compiler.*nothing.*set CXX"):
-        build._built_library()
+        built()
 
 
 def test_a_failed_build_says_what_the_compiler_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-fsyntax-only", "-include", "no_such_header.h"])
     with pytest.raises(RuntimeError, match="no_such_header"):
-        build._built_library()
+        built()
     assert not list((tmp_path / "hybrid_runtime").iterdir())
+
+
+def test_a_trace_waits_for_the_kernels_unless_they_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    monkeypatch.setattr(build, "ensure_built", lambda: waited.append(True))
+    build._building.cache_clear()
+    build.ensure_built_or_building()
+    assert waited == [True]
+    build.start_building()
+    build.ensure_built_or_building()
+    assert waited == [True]
 
 
 def test_nothing_is_built_at_import() -> None:
