@@ -142,6 +142,7 @@ class Engine:
         self.require_idle("close()")
         self.launcher.close()
         self.in_flight.clear()
+        self.runner.close()
         self.memory.free()
 
     def reset_prefix_cache(self) -> None:

@@ -128,6 +128,10 @@ class ModelRunner:
                 forwards.append(self._decode(prepared.decode))
         return LaunchedStep(tuple(forwards))
 
+    def close(self) -> None:
+        """Lets go of pools and compiled code; nothing can be launched afterwards."""
+        del self.steps, self._decode_runner
+
     def _prefill(self, prefill: PreparedPrefill) -> LaunchedForward:
         """One forward over all chunks.
 

@@ -115,6 +115,9 @@ class HashingRunner:
             if node.state_slot is not None:
                 assert self.states[node.state_slot] == prefix, (self.states[node.state_slot], prefix)
 
+    def close(self) -> None:
+        """Holds nothing that is worth giving back."""
+
     def prepare(self, step: ScheduledStep) -> PreparedStep:
         chunks = [self._work(c.request, c.start, c.stop, c.checkpoints, is_last=c.is_last) for c in step.prefill]
         rows = [

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -163,6 +165,18 @@ def adapt_double(kind: str) -> HybridModel:
 
 def runtime(kind: str, **options: Any) -> HybridRuntime:
     return HybridRuntime(reference_model(kind), dtype="float64", state_dtype="float64", debug_checks=True, **options)
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_closing_gives_the_pools_back(mode: str) -> None:
+    with runtime("mamba2", compile=mode, max_num_seqs=2, num_kv_slots=50, num_state_slots=4, max_model_len=40) as rt:
+        memory = rt._engine.memory
+        pools = [weakref.ref(pool) for layer in memory.step_memory.kv_layers for pool in layer.values()]
+        pools += [weakref.ref(pool) for layer in memory.step_memory.state_layers for pool in layer.values()]
+        rt.generate([5, 6, 7], greedy(3))
+    gc.collect()
+    assert len(pools) >= 4
+    assert [pool() for pool in pools] == [None] * len(pools)
 
 
 @pytest.fixture(scope="module", params=MIXER_KINDS)

@@ -73,7 +73,8 @@ def test_end_of_text(rt: HybridRuntime) -> None:
 def test_context_limit_ends_a_request(rt: HybridRuntime) -> None:
     assert rt.tokenizer is not None
     num_prompt = len(rt.tokenizer(PROMPT).input_ids)
-    with HybridRuntime("tiny", num_kv_slots=64, num_state_slots=4, max_model_len=num_prompt + 9, compile="off") as small:
+    options: dict[str, Any] = {"num_kv_slots": 64, "num_state_slots": 4, "compile": "off"}
+    with HybridRuntime("tiny", max_model_len=num_prompt + 9, **options) as small:
         for max_tokens in (None, 100):
             sample = complete(small, max_tokens=max_tokens).outputs[0]
             assert (len(sample.token_ids), sample.finish_reason) == (9, "length")
