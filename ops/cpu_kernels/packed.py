@@ -18,7 +18,7 @@ from hybrid_runtime.ops.cpu_kernels.build import ensure_built, ensure_built_or_b
 
 PANEL_OUTPUTS = 32
 
-_library = torch.library.Library("hybrid_runtime", "FRAGMENT")
+_library = torch.library.Library("hybrid_runtime_cpu", "FRAGMENT")
 _library.define("packed_linear(Tensor x, Tensor packed, int num_outputs, Tensor? bias_O) -> Tensor")
 
 
@@ -78,10 +78,10 @@ def packed_linear(x: Tensor, packed: Tensor, num_outputs: int, bias_O: Tensor | 
     """
     if not torch.compiler.is_compiling():
         ensure_built()
-    return torch.ops.hybrid_runtime.packed_linear(x, packed, num_outputs, bias_O)
+    return torch.ops.hybrid_runtime_cpu.packed_linear(x, packed, num_outputs, bias_O)
 
 
-@torch.library.register_fake("hybrid_runtime::packed_linear", lib=_library)
+@torch.library.register_fake("hybrid_runtime_cpu::packed_linear", lib=_library)
 def _packed_linear(x: Tensor, packed: Tensor, num_outputs: int, bias_O: Tensor | None) -> Tensor:
     ensure_built_or_building()
     return x.new_empty(*x.shape[:-1], num_outputs)

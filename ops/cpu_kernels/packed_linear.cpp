@@ -39,6 +39,6 @@ Tensor packed_linear(const Tensor& x, const Tensor& packed, int64_t num_outputs,
 
 }  // namespace hybrid_runtime
 
-STABLE_TORCH_LIBRARY_IMPL(hybrid_runtime, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(hybrid_runtime_cpu, CPU, library) {
   library.impl("packed_linear", TORCH_BOX(&hybrid_runtime::packed_linear));
 }

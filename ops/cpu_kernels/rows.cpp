@@ -3,7 +3,7 @@
 #include "linear.h"
 #include "state_update.h"
 
-STABLE_TORCH_LIBRARY_IMPL(hybrid_runtime, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(hybrid_runtime_cpu, CPU, library) {
   library.impl("linear", TORCH_BOX(&hybrid_runtime::linear));
   library.impl("mamba2_step", TORCH_BOX(&hybrid_runtime::mamba2_step));
   library.impl("delta_step", TORCH_BOX(&hybrid_runtime::delta_step));

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybrid_runtime.ops.cpu_kernels.build import ensure_built_or_building
 
-_library = torch.library.Library("hybrid_runtime", "FRAGMENT")
+_library = torch.library.Library("hybrid_runtime_cpu", "FRAGMENT")
 _library.define("linear(Tensor x, Tensor weight_OI, Tensor? bias_O) -> Tensor")
 _library.define(
     "mamba2_step(Tensor x_BHP, Tensor dt_BH, Tensor a_H, Tensor b_BGN, Tensor c_BGN, Tensor(a!) state_pool, "
@@ -38,13 +38,13 @@ _library.define(
 # A traced program holds the kernels themselves, so that tracing, too, is a first use.
 
 
-@torch.library.register_fake("hybrid_runtime::linear", lib=_library)
+@torch.library.register_fake("hybrid_runtime_cpu::linear", lib=_library)
 def _linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     ensure_built_or_building()
     return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
 
 
-@torch.library.register_fake("hybrid_runtime::mamba2_step", lib=_library)
+@torch.library.register_fake("hybrid_runtime_cpu::mamba2_step", lib=_library)
 def _mamba2_step(
     x_BHP: Tensor, dt_BH: Tensor, a_H: Tensor, b_BGN: Tensor, c_BGN: Tensor, state_pool: Tensor, slots_B: Tensor
 ) -> Tensor:
@@ -52,7 +52,7 @@ def _mamba2_step(
     return x_BHP.new_empty(x_BHP.shape)
 
 
-@torch.library.register_fake("hybrid_runtime::mamba2_prefill", lib=_library)
+@torch.library.register_fake("hybrid_runtime_cpu::mamba2_prefill", lib=_library)
 def _mamba2_prefill(
     x_LHP: Tensor,
     dt_LH: Tensor,
@@ -69,7 +69,7 @@ def _mamba2_prefill(
     return x_LHP.new_empty(x_LHP.shape), h0_SHPN.new_empty(state_sequence_R.shape[0], *h0_SHPN.shape[1:])
 
 
-@torch.library.register_fake("hybrid_runtime::delta_step", lib=_library)
+@torch.library.register_fake("hybrid_runtime_cpu::delta_step", lib=_library)
 def _delta_step(
     q_BGK: Tensor, k_BGK: Tensor, v_BHV: Tensor, log_a_BHK: Tensor, beta_BH: Tensor, state_pool: Tensor, slots_B: Tensor
 ) -> Tensor:
@@ -77,13 +77,13 @@ def _delta_step(
     return v_BHV.new_empty(v_BHV.shape)
 
 
-@torch.library.register_fake("hybrid_runtime::conv_step", lib=_library)
+@torch.library.register_fake("hybrid_runtime_cpu::conv_step", lib=_library)
 def _conv_step(x_BD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, window_pool: Tensor, slots_B: Tensor) -> Tensor:
     ensure_built_or_building()
     return x_BD.new_empty(x_BD.shape)
 
 
-@torch.library.register_fake("hybrid_runtime::causal_conv", lib=_library)
+@torch.library.register_fake("hybrid_runtime_cpu::causal_conv", lib=_library)
 def _causal_conv(
     x_LD: Tensor,
     weight_DW: Tensor,
@@ -99,7 +99,7 @@ def _causal_conv(
     return x_LD.new_empty(x_LD.shape), x_LD.new_empty(state_sequence_R.shape[0], *windows_SWD.shape[1:])
 
 
-@torch.library.register_fake("hybrid_runtime::decode_attention", lib=_library)
+@torch.library.register_fake("hybrid_runtime_cpu::decode_attention", lib=_library)
 def _decode_attention(
     q_BHD: Tensor,
     k_pool: Tensor,

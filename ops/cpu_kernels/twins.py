@@ -16,7 +16,7 @@ from hybrid_runtime.ops.cpu_kernels.build import ensure_built
 from hybrid_runtime.ops.ragged import RaggedLayout
 
 _NARROW = {torch.bfloat16, torch.float32}
-_ops = torch.ops.hybrid_runtime
+_ops = torch.ops.hybrid_runtime_cpu
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

@@ -65,3 +65,10 @@ def test_every_public_name_resolves():
 
 def test_the_version_is_the_projects():
     assert hybrid_runtime.__version__ == PROJECT["project"]["version"]
+
+
+def test_the_kernels_of_all_devices_can_be_imported_together() -> None:
+    """Their operators must not share names: a process may have a model on each."""
+    modules = ("cpu_kernels", "triton_kernels", "opaque")
+    code = ", ".join(f"hybrid_runtime.ops.{module}" for module in modules)
+    subprocess.run([sys.executable, "-c", f"import {code}"], check=True, cwd=ROOT)

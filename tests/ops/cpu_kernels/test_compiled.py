@@ -94,7 +94,7 @@ def test_one_graph_serves_every_batch_and_writes_its_pools_in_place() -> None:
             torch.testing.assert_close(pool, expected_arguments[2][name], rtol=1e-5, atol=1e-6)
     assert counter.frame_count == 1
     (code,) = codes
-    assert len(re.findall(r"torch\.ops\.hybrid_runtime\.\w+\.default\(", code)) >= 6
+    assert len(re.findall(r"torch\.ops\.hybrid_runtime_cpu\.\w+\.default\(", code)) >= 6
     for name, pool in operands(2)[2].items():
         shape = re.escape(str(tuple(pool.shape)))
         assert not re.search(rf"empty_strided\w*\({shape}", code), f"the graph allocates another {name} pool"
@@ -114,7 +114,7 @@ def test_linear_does_not_guard_on_the_number_of_rows() -> None:
 
 def test_the_schemas_and_shapes_are_those_of_the_kernels() -> None:
     x_BD, weights, pools, slots_B, table, lens_B = operands(3)
-    ops = torch.ops.hybrid_runtime
+    ops = torch.ops.hybrid_runtime_cpu
     heads, groups = torch.randn(3, HEADS, HEAD_DIM), torch.randn(3, 2, HEAD_DIM)
     group_N = torch.randn(3, 1, STATE_DIM)
     rates_BH = -torch.rand(3, HEADS)

@@ -154,7 +154,7 @@ def test_one_graph_serves_every_number_of_rows() -> None:
         torch._dynamo.mark_dynamic(x, 0)
         assert torch.equal(compiled(x, pack(weight), 7, bias), packed_linear(x, pack(weight), 7, bias))
     assert counter.frame_count == 1
-    op = torch.ops.hybrid_runtime.packed_linear.default
+    op = torch.ops.hybrid_runtime_cpu.packed_linear.default
     torch.library.opcheck(op, (x, pack(weight), 7, bias), test_utils=("test_schema", "test_faketensor"))
 
 
