@@ -2,7 +2,7 @@
 
 For where Inductor's loops lose on a CPU: a state update by slot index (it writes a temporary and copies that to the
 pool), linear layers of few rows, and attention that gathers its context. Each twin is an operator of the namespace
-`hybrid_runtime_cpu` whose schema states what it mutates, so that a compiled graph keeps it, in place and without a break.
+`hybrid_runtime_cpu` whose schema states what it mutates, so that a compiled graph keeps it, in place, without a break.
 
 Nothing is built at import: the first call, or the first trace, builds (see `ensure_built`). Rows of slot 0 are skipped:
 their output is zero. What a caller gets wrong raises ValueError before anything is read or written.
