@@ -25,6 +25,7 @@ from rich.console import Console
 from profiles.measuring import commit, machine
 from tests.engine.helpers import MIXER_KINDS, model_of
 from tests.gpu import launches, programs
+from tests.gpu.models import dense_model
 from tests.gpu.report import Details, run_check, write_report
 from tests.gpu.steps import StepChecks
 from tests.gpu.tokens import TokenChecks
@@ -100,7 +101,7 @@ def _step_checks(kind: str, dtype: torch.dtype, device: str, compile_mode: str) 
 
     def checks() -> StepChecks:
         if not made:
-            made.append(StepChecks(model_of(kind), dtype, torch.device(device), compile_mode))
+            made.append(StepChecks(dense_model(kind), dtype, torch.device(device), compile_mode))
         return made[0]
 
     label = f"{kind}, {str(dtype).removeprefix('torch.')}"

@@ -69,7 +69,7 @@ class Rig:
         return DecodeRunner(
             steps.decode,
             max_batch=self.batch,
-            max_context_len=MAX_LEN,
+            max_context_len=steps.max_context_len,
             device=self.model.device,
             buckets=buckets,
             capture=capture,
@@ -112,6 +112,7 @@ class Rig:
             working_slots_S=to_device(rows),
             state_slots_R=to_device(rows),
             logits_tokens_M=to_device(np.cumsum(lengths) - 1),
+            logits_rows_M=to_device(rows),
         )
 
     def outcome(self, run: Callable[[], tuple[Tensor, ...]]) -> tuple[StepOutputs, list[Tensor]]:
