@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from torch.utils import cpp_extension
 
+from hybrid_runtime.engine.ranged_cache import RangedCache
+
 ROOT = Path(__file__).parents[2]
 WORKLOAD = "profiles/trace.py --no-profile --compile off --device cpu --batch 4 --prefix 48"
 
@@ -38,3 +40,10 @@ def test_ranges_are_those_of_the_phases(heard: list[str]) -> None:
         depth += 1 if line.startswith("push") else -1
         assert depth >= 0, place
     assert depth == 0
+
+
+def test_a_cache_that_starts_over_keeps_its_ranges() -> None:
+    cache = RangedCache("cost", on_evict=print)
+    emptied = cache.emptied()
+    assert isinstance(emptied, RangedCache)
+    assert (emptied._policy, emptied.on_evict) == ("cost", print)
