@@ -7,9 +7,10 @@ import time
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from hybrid_runtime.config import RuntimeConfig
-from hybrid_runtime.engine.compiled_steps import CompiledSteps
+from hybrid_runtime.engine.compiled_steps import NUM_PARTS, CompiledSteps
 from hybrid_runtime.engine.engine import Engine
 from hybrid_runtime.engine.host_cache import build_host_tier
 from hybrid_runtime.engine.launching import DirectLauncher, StepLauncher, ThreadLauncher
@@ -28,6 +29,7 @@ from hybrid_runtime.scheduling.scheduler import Scheduler
 from hybrid_runtime.text.detokenizer import TokenDecoder
 
 _LOGGER = logging.getLogger(__name__)
+_PATIENCE_SECONDS = 3.0
 
 
 def build_engine(
@@ -104,7 +106,15 @@ def _compilable(model: HybridModel) -> HybridModel | None:
 
 
 def _compiled_steps(model: HybridModel, memory: StepMemory, last_token_R: Tensor) -> Steps:
+    """Compiles; where that takes more than a moment, a line on standard error says what is being done."""
     start = time.perf_counter()
-    steps = CompiledSteps(model, memory, last_token_R, report=lambda part: _LOGGER.info("compiling: %s", part))
+    with tqdm(total=NUM_PARTS, unit="part", delay=_PATIENCE_SECONDS, leave=False) as bar:
+
+        def report(part: str) -> None:
+            _LOGGER.info("compiling: %s", part)
+            bar.set_description(f"compiling steps, once per model and machine: {part}")
+            bar.update()
+
+        steps = CompiledSteps(model, memory, last_token_R, report=report)
     _LOGGER.info("compiled in %.1f s", time.perf_counter() - start)
     return steps

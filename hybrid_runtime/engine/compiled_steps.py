@@ -27,6 +27,8 @@ _LENGTHS = (DEFAULT_CHUNK_SIZE + 6, 9)
 _STATE_POSITIONS = ((DEFAULT_CHUNK_SIZE + 6,), (3, 5, 9))
 _NUM_LOGITS = 7
 
+NUM_PARTS = 5  # that are reported while steps are compiled
+
 
 class CompiledSteps:
     """`Steps` as compiled graphs: of a prefill and of a decode, of any batch.

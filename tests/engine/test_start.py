@@ -1,0 +1,40 @@
+"""What a runtime says while it compiles its steps, and what it does where they cannot be compiled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybrid_runtime import HybridRuntime
+from hybrid_runtime.engine import build
+from hybrid_runtime.engine.compiled_steps import NUM_PARTS
+
+COMPLETE = """
+import logging
+from hybrid_runtime import HybridRuntime
+logging.basicConfig(level=logging.WARNING)
+with HybridRuntime("tiny", num_kv_slots=200, num_state_slots=6) as rt:
+    print(rt.generate("import os", max_tokens=2, temperature=0.0)[0].outputs[0].finish_reason)
+"""
+
+
+def test_a_start_says_what_is_being_done(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(build, "_PATIENCE_SECONDS", 0.0)
+    with HybridRuntime("tiny", num_kv_slots=200, num_state_slots=6):
+        said = capsys.readouterr().err
+    for part in ("embedding", "prefill", "decode", "kernels", "trial run"):
+        assert f"compiling steps, once per model and machine: {part}" in said
+    assert f"{NUM_PARTS}/{NUM_PARTS}" in said
+
+
+def test_without_a_compiler_steps_run_eagerly_and_that_is_said(tmp_path: Path) -> None:
+    environment = {**os.environ, "CXX": str(tmp_path / "nothing"), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPLETE], env=environment, capture_output=True, text=True, check=True, timeout=100
+    )
+    assert done.stdout == "length\n"
+    assert "steps are not compiled and run several times slower: the CPU kernels need a C++ compiler" in done.stderr
