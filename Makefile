@@ -13,7 +13,7 @@ demo: $(INSTALLED)  ## generate on the bundled model, cold and warm
 	$(BIN)/python -m hybrid_runtime.demo
 
 test: $(INSTALLED)  ## the whole test suite, quick profile
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 lint: $(INSTALLED)  ## what CI checks beside the tests
 	$(BIN)/ruff check
