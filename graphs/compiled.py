@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from hybrid_runtime.graphs.signature import signature
@@ -89,6 +90,7 @@ def _load(path: Path) -> Any:
 def _path_of(function: Callable[..., Any], lines: tuple[str, ...], code: str) -> Path:
     """In Inductor's cache folder (`TORCHINDUCTOR_CACHE_DIR`), by everything that the result depends on."""
     capability = torch.backends.cpu.get_cpu_capability()
-    environment = (sys.version, torch.__version__, capability, os.environ.get("CXX", ""), code)
+    settings = str(inductor_config.save_config_portable())
+    environment = (sys.version, torch.__version__, capability, os.environ.get("CXX", ""), settings, code)
     digest = hashlib.sha256("\0".join([*environment, function.__qualname__, *lines]).encode())
     return Path(cache_dir()) / "hybrid_runtime" / f"{function.__name__.strip('_')}_{digest.hexdigest()[:32]}.bin"

@@ -39,10 +39,12 @@ def test_file_tree_names_what_there_is() -> None:
     tree = re.search(r"## Where things are\n+```\n(.*?)```", README, re.S)
     assert tree is not None
     named: set[str] = set()
+    folder = ""
     for line in tree.group(1).splitlines():
-        parent = "hybrid_runtime" if line.startswith(" ") else ""
         names = re.split(r"\s{2,}", line.strip())[0]
-        named |= {str(Path(parent) / name) for name in names.split(", ")}
+        if not line.startswith(" "):
+            folder = names
+        named |= {str(Path(folder if line.startswith(" ") else "") / name) for name in names.split(", ")}
     assert not {name for name in named if not (ROOT / name).exists()}
     folders = {f"hybrid_runtime/{path.name}" for path in (ROOT / "hybrid_runtime").iterdir() if path.is_dir()}
     folders -= {

@@ -15,6 +15,7 @@ from torch import Tensor
 from hybrid_runtime.engine.code_digest import code_digest
 from hybrid_runtime.engine.steps import StepOutputs, choose_greedily, known_tokens
 from hybrid_runtime.graphs.compiled import CompiledFunction, mark_dynamic
+from hybrid_runtime.graphs.signature import signature
 from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory
 from hybrid_runtime.models.block import Block
 from hybrid_runtime.models.hybrid_model import HybridModel
@@ -106,13 +107,14 @@ class _CompiledBlocks:
     ) -> None:
         x_ND = model.embed(torch.zeros(num_tokens, dtype=torch.int64, device=model.device))
         mark_dynamic([x_ND])
-        kinds: dict[object, CompiledFunction] = {}
+        kinds: dict[tuple[str, ...], CompiledFunction] = {}
         self._blocks: list[tuple[CompiledFunction, Block, Sequence[MixerMemory]]] = []
         for block, memories in zip(model.blocks, pools, strict=True):
-            if block.spec not in kinds:
-                kinds[block.spec] = CompiledFunction(run_block, block, x_ND, inputs, memories, code=code_digest())
-            kinds[block.spec].require_same(block, x_ND, inputs, memories)
-            self._blocks.append((kinds[block.spec], block, memories))
+            kind = signature((block, memories))
+            if kind not in kinds:
+                kinds[kind] = CompiledFunction(run_block, block, x_ND, inputs, memories, code=code_digest())
+            kinds[kind].require_same(block, x_ND, inputs, memories)
+            self._blocks.append((kinds[kind], block, memories))
 
     def run(self, x_ND: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
         """The residual stream behind the last block."""

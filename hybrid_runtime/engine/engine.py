@@ -152,6 +152,7 @@ class Engine:
             self._land_all()
             if not self.scheduler.running:
                 self.memory.reset_cache()
+                self.runner.repack_weights()
 
         self._do("reset_prefix_cache()", work)
         if self.scheduler.running:

@@ -89,7 +89,9 @@ class ModelRunner:
         num_rows = len(memory.table.slots)
         with torch.inference_mode(False):  # as the pools: writable in either mode
             self.last_token_R = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
-        self.steps = make_steps(model, memory.step_memory, self.last_token_R)
+        # What is compiled is kept, and must not depend on modes that happen to be on around this call.
+        with torch.inference_mode(False), self._autocast_off():
+            self.steps = make_steps(model, memory.step_memory, self.last_token_R)
         capture = self.steps.can_be_captured
         self._decode_runner = DecodeRunner(
             self.steps.decode,
@@ -129,8 +131,13 @@ class ModelRunner:
         return LaunchedStep(tuple(forwards))
 
     def close(self) -> None:
-        """Lets go of pools and compiled code; nothing can be launched afterwards."""
-        del self.steps, self._decode_runner
+        """Lets go of pools, packed weights and compiled code; nothing can be launched afterwards."""
+        for name in ("model", "steps", "_decode_runner"):
+            self.__dict__.pop(name, None)  # it may be called again, after an interrupt
+
+    def repack_weights(self) -> None:
+        """Brings the packed copies of weights up to date, after the weights were changed in place."""
+        self.model.repack()
 
     def _prefill(self, prefill: PreparedPrefill) -> LaunchedForward:
         """One forward over all chunks.

@@ -66,6 +66,19 @@ class HybridModel:
         weights = map_linears(self.weights, lambda linear: linear._replace(packed=next(packed)))
         return HybridModel(self.spec, weights, kernels)
 
+    @torch.no_grad()
+    def repack(self) -> None:
+        """Writes the copies of the weights anew, in place, from the weights as they are now."""
+
+        def rewrite(linear: Linear) -> Linear:
+            if linear.packed is not None:
+                [packed] = self.kernels.pack([linear.weight_OI])
+                assert packed is not None
+                linear.packed.copy_(packed)
+            return linear
+
+        map_linears(self.weights, rewrite)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the residual stream."""

@@ -82,7 +82,7 @@ inline double multiply_add(double x, double y, double z) {
 #endif
 }
 
-// e^x for x <= 0, to about one unit in the last place; 0 where the result would be subnormal. Vectorises.
+// e^x for x <= 0, to about one unit in the last place; 0 where the result would be subnormal, NaN for NaN. Vectorises.
 inline float exp_nonpositive(float x) {
   constexpr float kLog2E = 1.44269504f;
   constexpr float kLn2High = 0.693145752f, kLn2Low = 1.42860677e-6f;  // their sum is ln 2; the first is exact times n
@@ -97,8 +97,10 @@ inline float exp_nonpositive(float x) {
   p = multiply_add(p, r, 0.5f);
   p = multiply_add(p, r, 1.0f);
   p = multiply_add(p, r, 1.0f);
-  int32_t exponent = static_cast<int32_t>(n) + 127;
-  return exponent <= 1 ? 0.0f : p * bits_as<float>(exponent << 23);
+  bool is_number = x == x;
+  int32_t exponent = static_cast<int32_t>(is_number ? n : 0.0f) + 127;
+  float result = exponent <= 1 ? 0.0f : p * bits_as<float>(exponent << 23);
+  return is_number ? result : x;
 }
 inline double exp_nonpositive(double x) { return std::exp(x); }
 

@@ -140,7 +140,7 @@ def decode_attention(
             req_to_token,
             request_rows_B,
             context_lens_B,
-            max_context_len,
+            req_to_token.shape[1],
             scale=scale,
             window=window,
         )

@@ -115,6 +115,9 @@ class HashingRunner:
             if node.state_slot is not None:
                 assert self.states[node.state_slot] == prefix, (self.states[node.state_slot], prefix)
 
+    def repack_weights(self) -> None:
+        """There are none."""
+
     def close(self) -> None:
         """Holds nothing that is worth giving back."""
 

@@ -18,7 +18,12 @@ def test_generate_gives_the_tokens_of_transformers(case: Case, budget: int) -> N
     """Cold and warm: the second time every prompt but its last token comes from the cache."""
     made = run(case)
     with HybridRuntime(
-        made.reference, max_num_batched_tokens=budget, num_kv_slots=4000, num_state_slots=40, debug_checks=True, compile="off"
+        made.reference,
+        max_num_batched_tokens=budget,
+        num_kv_slots=4000,
+        num_state_slots=40,
+        debug_checks=True,
+        compile="off",
     ) as rt:
         for num_cached in ([0] * len(made.prompts), [len(prompt) - 1 for prompt in made.prompts]):
             outputs = rt.generate(made.prompts, GREEDY)

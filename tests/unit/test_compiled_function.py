@@ -105,3 +105,9 @@ def test_a_size_of_one_is_not_marked() -> None:
 def test_signature_refuses_what_it_does_not_know() -> None:
     with pytest.raises(TypeError, match="set"):
         signature({"a": {1, 2}})
+
+
+def test_signature_tells_one_tensor_given_twice_from_two() -> None:
+    one, other = torch.zeros(3), torch.zeros(3)
+    assert signature((one, other)) == signature((other, one))
+    assert signature((one, one)) == signature((other, other)) != signature((one, other))
