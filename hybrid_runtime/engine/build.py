@@ -21,8 +21,7 @@ from hybrid_runtime.graphs.step_inputs import StepMemory
 from hybrid_runtime.memory.available import available_bytes
 from hybrid_runtime.memory.plan import MemoryPlan, plan_memory
 from hybrid_runtime.models.hybrid_model import HybridModel
-from hybrid_runtime.ops.cpu_kernels import CompilerNotFound
-from hybrid_runtime.ops.kernels import compiled_kernels
+from hybrid_runtime.ops.kernels import REFERENCE, compiled_kernels
 from hybrid_runtime.scheduling.placement import CheckpointPolicy
 from hybrid_runtime.scheduling.residency import Residency
 from hybrid_runtime.scheduling.scheduler import Scheduler
@@ -100,13 +99,16 @@ def _compilable(model: HybridModel) -> HybridModel | None:
     _LOGGER.info("packing weights for %s", model.device)
     try:
         return model.with_kernels(compiled_kernels(model.device))
-    except CompilerNotFound as error:
-        _LOGGER.warning("steps are not compiled and run several times slower: %s", error)
+    except RuntimeError as error:  # no compiler, or one that does not work
+        _warn_of_eager_steps(error)
         return None
 
 
 def _compiled_steps(model: HybridModel, memory: StepMemory, last_token_R: Tensor) -> Steps:
-    """Compiles; where that takes more than a moment, a line on standard error says what is being done."""
+    """Compiles; where that takes more than a moment, a line on standard error says what is being done.
+
+    Whatever goes wrong, a model that runs eagerly is worth more than none: a warning says so.
+    """
     start = time.perf_counter()
     with tqdm(total=NUM_PARTS, unit="part", delay=_PATIENCE_SECONDS, leave=False) as bar:
 
@@ -115,6 +117,16 @@ def _compiled_steps(model: HybridModel, memory: StepMemory, last_token_R: Tensor
             bar.set_description(f"compiling steps, once per model and machine: {part}")
             bar.update()
 
-        steps = CompiledSteps(model, memory, last_token_R, report=report)
+        try:
+            steps = CompiledSteps(model, memory, last_token_R, report=report)
+        except Exception as error:
+            _warn_of_eager_steps(error)
+            return EagerSteps(model.with_kernels(REFERENCE), memory, last_token_R)
     _LOGGER.info("compiled in %.1f s", time.perf_counter() - start)
     return steps
+
+
+def _warn_of_eager_steps(error: Exception) -> None:
+    reason = str(error).strip().partition("\n")[0]
+    _LOGGER.warning("steps are not compiled and run several times slower: %s: %s", type(error).__name__, reason)
+    _LOGGER.info("steps are not compiled", exc_info=error)

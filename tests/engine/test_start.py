@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,10 +33,26 @@ def test_a_start_says_what_is_being_done(monkeypatch: pytest.MonkeyPatch, capsys
         assert f"compiling steps, once per model and machine: {part}" in said
 
 
-def test_without_a_compiler_steps_run_eagerly_and_that_is_said(tmp_path: Path) -> None:
-    environment = {**os.environ, "CXX": str(tmp_path / "nothing"), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        (None, "CompilerNotFound: the CPU kernels need a C++ compiler"),
+        ("echo no headers >&2; exit 1", "RuntimeError: .* failed to build the CPU kernels"),
+        ('case "$*" in *-dM*) exit 0;; esac; exit 1', ".*No working C++ compiler"),
+    ],
+    ids=["none", "broken", "broken later"],
+)
+def test_without_a_working_compiler_steps_run_eagerly_and_that_is_said(
+    compiler: str | None, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "c++"
+    if compiler is not None:
+        path.write_text(f"#!/bin/sh\n{compiler}\n")
+        path.chmod(0o755)
+    folders = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    environment = {**os.environ, "CXX": str(path), **folders}
     done = subprocess.run(
         [sys.executable, "-c", COMPLETE], env=environment, capture_output=True, text=True, check=True, timeout=100
     )
     assert done.stdout == "length\n"
-    assert "steps are not compiled and run several times slower: the CPU kernels need a C++ compiler" in done.stderr
+    assert re.search(f"steps are not compiled and run several times slower: {said.replace('C++', 'C..')}", done.stderr)
