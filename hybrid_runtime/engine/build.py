@@ -28,7 +28,6 @@ from hybrid_runtime.scheduling.scheduler import Scheduler
 from hybrid_runtime.text.detokenizer import TokenDecoder
 
 _LOGGER = logging.getLogger(__name__)
-_PATIENCE_SECONDS = 3.0
 
 
 def build_engine(
@@ -105,12 +104,12 @@ def _compilable(model: HybridModel) -> HybridModel | None:
 
 
 def _compiled_steps(model: HybridModel, memory: StepMemory, last_token_R: Tensor) -> Steps:
-    """Compiles; where that takes more than a moment, a line on standard error says what is being done.
+    """Compiles; meanwhile a line on standard error says what is being done.
 
     Whatever goes wrong, a model that runs eagerly is worth more than none: a warning says so.
     """
     start = time.perf_counter()
-    with tqdm(total=NUM_PARTS, unit="part", delay=_PATIENCE_SECONDS, leave=False) as bar:
+    with tqdm(total=NUM_PARTS, unit="part", leave=False) as bar:
 
         def report(part: str) -> None:
             _LOGGER.info("compiling: %s", part)

@@ -61,7 +61,12 @@ class HybridModel:
     def with_kernels(self, kernels: Kernels) -> HybridModel:
         """The same model on the same weights, with other forms of its operations, and the copies that these want."""
         linears: list[Linear] = []
-        map_linears(self.weights, lambda linear: linears.append(linear) or linear)  # type: ignore[func-returns-value]
+
+        def note(linear: Linear) -> Linear:
+            linears.append(linear)
+            return linear
+
+        map_linears(self.weights, note)
         packed = iter(kernels.pack([linear.weight_OI for linear in linears]))
         weights = map_linears(self.weights, lambda linear: linear._replace(packed=next(packed)))
         return HybridModel(self.spec, weights, kernels)
