@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from hybrid_runtime.ops.attention import decode_attention, decode_mla, prefill_attention, prefill_mla
 from hybrid_runtime.ops.conv import causal_conv, conv_step
+from hybrid_runtime.ops.draw import draw_tokens
 from hybrid_runtime.ops.gdn import gdn_chunked, gdn_step
 from hybrid_runtime.ops.kda import kda_chunked, kda_step
 from hybrid_runtime.ops.mamba2 import mamba2_chunked, mamba2_step
@@ -49,6 +50,7 @@ class Kernels:
     prefill_mla: TensorOp
     decode_mla: TensorOp
     moe_feed_forward: TensorOp
+    draw_tokens: TensorOp
 
 
 def _plain_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
@@ -72,6 +74,7 @@ REFERENCE = Kernels(
     prefill_mla=prefill_mla,
     decode_mla=decode_mla,
     moe_feed_forward=moe_feed_forward,
+    draw_tokens=draw_tokens,
 )
 
 
@@ -136,6 +139,7 @@ def compiled_kernels(device: torch.device) -> Kernels:
             kda_step=cpu_kernels.kda_step,
             decode_attention=cpu_kernels.decode_attention,
             decode_mla=cpu_kernels.decode_mla,
+            draw_tokens=cpu_kernels.draw_tokens,
         )
     from hybrid_runtime.ops import triton_kernels
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_runtime.ops.noise import gumbel_noise
 from hybrid_runtime.sampling.inputs import BiasInputs, PenaltyInputs, RandomInputs, SamplingInputs
 from hybrid_runtime.sampling.logprobs import GatheredLogprobs, gather_logprobs
-from hybrid_runtime.sampling.noise import gumbel_noise
 
 
 class SampleResult(NamedTuple):

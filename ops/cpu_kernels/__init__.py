@@ -1,8 +1,9 @@
 """C++ twins of the operations in `ops/` for CPU tensors: same names, signatures and contracts.
 
 For where Inductor's loops lose on a CPU: a state update by slot index (it writes a temporary and copies that to the
-pool), linear layers of few rows, and attention that gathers its context. Each twin is an operator of the namespace
-`hybrid_runtime_cpu` whose schema states what it mutates, so that a compiled graph keeps it, in place, without a break.
+pool), linear layers of few rows, attention that gathers its context, draws that sort. Each twin is an operator of the
+namespace `hybrid_runtime_cpu` whose schema states what it mutates, so that a compiled graph keeps it, in place, without
+a break.
 
 Nothing is built at import: the first call, or the first trace, builds (see `ensure_built`). Rows of slot 0 are skipped:
 their output is zero. What a caller gets wrong raises ValueError before anything is read or written.
@@ -15,6 +16,7 @@ from hybrid_runtime.ops.cpu_kernels.twins import (
     conv_step,
     decode_attention,
     decode_mla,
+    draw_tokens,
     gdn_step,
     kda_step,
     linear,
@@ -28,6 +30,7 @@ __all__ = [
     "conv_step",
     "decode_attention",
     "decode_mla",
+    "draw_tokens",
     "ensure_built",
     "gdn_step",
     "kda_step",

@@ -1,5 +1,6 @@
-// Registers the kernels of linear layers, convolutions and state updates. Schemas stand in schemas.py.
+// Registers the kernels of linear layers, convolutions, state updates and draws. Schemas stand in schemas.py.
 #include "conv.h"
+#include "draw.h"
 #include "linear.h"
 #include "state_update.h"
 
@@ -9,4 +10,5 @@ STABLE_TORCH_LIBRARY_IMPL(hybrid_runtime_cpu, CPU, library) {
   library.impl("delta_step", TORCH_BOX(&hybrid_runtime::delta_step));
   library.impl("conv_step", TORCH_BOX(&hybrid_runtime::conv_step));
   library.impl("causal_conv", TORCH_BOX(&hybrid_runtime::causal_conv));
+  library.impl("draw_tokens", TORCH_BOX(&hybrid_runtime::draw_tokens));
 }

@@ -33,6 +33,10 @@ _library.define(
     "decode_attention(Tensor q_BHD, Tensor k_pool, Tensor v_pool, Tensor req_to_token, Tensor request_rows_B, "
     "Tensor context_lens_B, float scale, int window) -> Tensor"
 )
+_library.define(
+    "draw_tokens(Tensor logits_BV, Tensor temperature_B, Tensor? min_p_B, Tensor? top_k_B, Tensor? top_p_B, "
+    "Tensor seeds_B, Tensor sample_indices_B, Tensor positions_B) -> Tensor"
+)
 
 
 # A traced program holds the kernels themselves, so that tracing, too, is a first use.
@@ -112,3 +116,18 @@ def _decode_attention(
 ) -> Tensor:
     ensure_built_or_building()
     return q_BHD.new_empty(*q_BHD.shape[:2], v_pool.shape[2])
+
+
+@torch.library.register_fake("hybrid_runtime_cpu::draw_tokens", lib=_library)
+def _draw_tokens(
+    logits_BV: Tensor,
+    temperature_B: Tensor,
+    min_p_B: Tensor | None,
+    top_k_B: Tensor | None,
+    top_p_B: Tensor | None,
+    seeds_B: Tensor,
+    sample_indices_B: Tensor,
+    positions_B: Tensor,
+) -> Tensor:
+    ensure_built_or_building()
+    return seeds_B.new_empty(seeds_B.shape)

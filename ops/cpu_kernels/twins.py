@@ -13,6 +13,7 @@ from torch.nn import functional
 from hybrid_runtime.ops import attention, conv, gdn, kda, mamba2, opaque
 from hybrid_runtime.ops.cpu_kernels import schemas  # noqa: F401 (defines the operators)
 from hybrid_runtime.ops.cpu_kernels.build import ensure_built
+from hybrid_runtime.ops.draw import DrawInputs
 from hybrid_runtime.ops.ragged import RaggedLayout
 
 _NARROW = {torch.bfloat16, torch.float32}
@@ -184,6 +185,12 @@ def decode_mla(
         scale=scale,
     )
     return einsum(o_BHR, w_v_HVR, "b h r, h v r -> b h v")
+
+
+def draw_tokens(logits_BV: Tensor, options: DrawInputs) -> Tensor:
+    """As `ops.draw.draw_tokens`, without a sort."""
+    _build_unless_traced()
+    return _ops.draw_tokens(logits_BV, *options)
 
 
 def _arithmetic_is_the_pools(state_pool: Tensor, *operands: Tensor) -> bool:

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_runtime.ops.noise import gumbel_noise, philox_4x32
 from hybrid_runtime.sampling import SamplingInputs, SamplingRow, gather_logprobs, sample
-from hybrid_runtime.sampling.noise import gumbel_noise, philox_4x32
 from hybrid_runtime.sampling.sampler import apply_bias_and_penalties
 from hybrid_runtime.sampling_params import SamplingParams
 
@@ -151,7 +151,7 @@ def test_noise_is_finite_at_the_ends_of_the_uniform_range(monkeypatch):
     for dtype in (torch.float32, torch.float64):
         for word in (0, 2**32 - 1):
             words = tuple(torch.full((1, 1), word) for _ in range(4))
-            monkeypatch.setattr("hybrid_runtime.sampling.noise.philox_4x32", lambda *_, words=words: words)
+            monkeypatch.setattr("hybrid_runtime.ops.noise.philox_4x32", lambda *_, words=words: words)
             key = torch.zeros(1, dtype=torch.int64)
             assert gumbel_noise(key, key, key, 4, dtype).isfinite().all()
 
