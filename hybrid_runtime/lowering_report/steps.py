@@ -51,14 +51,13 @@ def steps_of(architecture: str) -> list[Step]:
 def _decode_steps(name: str, model: HybridModel, memory: StepMemory, trial: Trial) -> Iterator[Step]:
     inputs, last_token_R = _decode_inputs(), _indices(BATCH + 1)
     x_BD = torch.empty(BATCH, model.spec.hidden_size, dtype=model.dtype, device="cuda")
-    every_B = _indices(BATCH)
-    mark_dynamic([x_BD, every_B, *_tensors(inputs)])
+    mark_dynamic([x_BD, *_tensors(inputs)])
     first = (model, inputs.token_ids_B, inputs.request_rows_B, last_token_R)
     yield Step(f"{name}, first", embed_tokens, first, trial=trial)
     for kind, block, memories in _kinds_of_layers(model, memory):
         pools = _pools(block, memories, kv_rows=BATCH * CONTEXT, state_rows=BATCH)
         yield Step(f"{name}, {kind}", block.decode, (x_BD, inputs, memories), pools)
-    last = (model, x_BD, every_B, inputs.request_rows_B, last_token_R)
+    last = (model, x_BD, inputs.request_rows_B, last_token_R)
     yield Step(f"{name}, last", choose_tokens, last)
 
 
@@ -71,10 +70,18 @@ def _prefill_steps(name: str, model: HybridModel, memory: StepMemory) -> Iterato
 
     first = (model, inputs.token_ids_L, rows_L, last_token_R)
     yield Step(f"{name}, first", embed_tokens, first, is_captured=False)
-    for kind, block, memories in _kinds_of_layers(model, memory):
-        pools = _pools(block, memories, kv_rows=sum(PROMPTS), state_rows=len(PROMPTS))
-        yield Step(f"{name}, {kind}", block.prefill, (x_LD, inputs, memories), pools, is_captured=False)
-    last = (model, x_LD, inputs.logits_tokens_M, inputs.logits_rows_M, last_token_R)
+    seen: set[str] = set()
+    for block, memories in zip(model.blocks, model.memories(memory), strict=True):
+        mixers, feed_forward = mixer_kind(block.spec), feed_forward_kind(block.spec)
+        if block.mixing is not None and mixers not in seen:
+            pools = _pools(block, memories, kv_rows=sum(PROMPTS), state_rows=len(PROMPTS))
+            yield Step(f"{name}, {mixers}", block.mixing.prefill, (x_LD, inputs, memories), pools, is_captured=False)
+        if block.feed_forward is not None and feed_forward not in seen:
+            yield Step(f"{name}, {feed_forward}", block.feed_forward.prefill, (x_LD,), is_captured=False)
+        seen |= {mixers, feed_forward}
+    x_MD = torch.empty(len(PROMPTS), model.spec.hidden_size, dtype=model.dtype, device="cuda")
+    mark_dynamic([x_MD])
+    last = (model, x_MD, inputs.logits_rows_M, last_token_R)
     yield Step(f"{name}, last", choose_tokens, last, is_captured=False)
 
 
@@ -82,18 +89,22 @@ def _kinds_of_layers(model: HybridModel, memory: StepMemory) -> Iterator[tuple[s
     """The first layer of each kind, with its part of the pools."""
     seen: set[str] = set()
     for block, memories in zip(model.blocks, model.memories(memory), strict=True):
-        kind = layer_kind(block.spec)
+        kind = " + ".join(filter(None, (mixer_kind(block.spec), feed_forward_kind(block.spec))))
         if kind not in seen:
             seen.add(kind)
             yield kind, block, memories
 
 
-def layer_kind(spec: BlockSpec) -> str:
-    """What a layer is made of, in a few words: "mamba2 + mlp"."""
-    mixers = [type(branch.mixer).__name__.removesuffix("Spec").lower() for branch in spec.branches]
+def mixer_kind(spec: BlockSpec) -> str:
+    """What mixes in a layer, in a few words: "mamba2"."""
+    return " + ".join(type(branch.mixer).__name__.removesuffix("Spec").lower() for branch in spec.branches)
+
+
+def feed_forward_kind(spec: BlockSpec) -> str:
+    """The feed-forward of a layer, in a word; empty if it has none."""
     if spec.feed_forward is None:
-        return " + ".join(mixers)
-    return " + ".join([*mixers, "moe" if isinstance(spec.feed_forward, MoeSpec) else "mlp"])
+        return ""
+    return "moe" if isinstance(spec.feed_forward, MoeSpec) else "mlp"
 
 
 def _pools(

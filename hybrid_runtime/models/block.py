@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs
-from hybrid_runtime.models.feed_forward import FeedForward, build_feed_forward
+from hybrid_runtime.models.feed_forward import build_feed_forward
 from hybrid_runtime.models.mixers import Mixer, MixerMemory, build_mixer
 from hybrid_runtime.models.spec import BlockSpec, NormSpec
 from hybrid_runtime.models.weights import BlockWeights
@@ -18,63 +18,86 @@ from hybrid_runtime.ops.kernels import Kernels
 from hybrid_runtime.ops.norms import rms_norm
 
 
+class MixerSublayer:
+    """The mixers of a block: they read the same normed stream, and what they yield is added up."""
+
+    def __init__(self, spec: BlockSpec, weights: BlockWeights, kernels: Kernels) -> None:
+        self.norm = spec.branch_norm
+        self.norm_D = weights.branch_norm_D
+        self.residual_multiplier = spec.residual_multiplier
+        self.input_multipliers = tuple(branch.input_multiplier for branch in spec.branches)
+        self.output_multipliers = tuple(branch.output_multiplier for branch in spec.branches)
+        self.mixers: tuple[Mixer, ...] = tuple(
+            build_mixer(branch.mixer, mixer_weights, kernels)
+            for branch, mixer_weights in zip(spec.branches, weights.mixers, strict=True)
+        )
+
+    def prefill(self, x_LD: Tensor, inputs: PrefillInputs, memories: Sequence[MixerMemory]) -> Tensor:
+        """The residual stream behind the mixers; writes `memories`, one per mixer."""
+        branches = zip(self.mixers, self._branch_inputs(x_LD), memories, strict=True)
+        return self._add(x_LD, [mixer.prefill(h_LD, inputs, memory) for mixer, h_LD, memory in branches])
+
+    def decode(self, x_BD: Tensor, inputs: DecodeInputs, memories: Sequence[MixerMemory]) -> Tensor:
+        """The residual stream behind the mixers; writes `memories`, one per mixer."""
+        branches = zip(self.mixers, self._branch_inputs(x_BD), memories, strict=True)
+        return self._add(x_BD, [mixer.decode(h_BD, inputs, memory) for mixer, h_BD, memory in branches])
+
+    def _branch_inputs(self, x_ND: Tensor) -> list[Tensor]:
+        normed_ND = apply_norm(x_ND, self.norm, self.norm_D)
+        return [scale(normed_ND, multiplier) for multiplier in self.input_multipliers]
+
+    def _add(self, x_ND: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+        first_ND, *others = (
+            scale(output_ND, multiplier) for output_ND, multiplier in zip(outputs, self.output_multipliers, strict=True)
+        )
+        return x_ND + scale(sum(others, first_ND), self.residual_multiplier)
+
+
+class FeedForwardSublayer:
+    """The feed-forward of a block. A token's result depends on that token alone."""
+
+    def __init__(self, spec: BlockSpec, weights: BlockWeights, kernels: Kernels) -> None:
+        assert spec.feed_forward is not None
+        assert weights.feed_forward is not None
+        self.norm = spec.feed_forward_norm
+        self.norm_D = weights.feed_forward_norm_D
+        self.residual_multiplier = spec.residual_multiplier
+        self.feed_forward = build_feed_forward(spec.feed_forward, weights.feed_forward, kernels)
+
+    def prefill(self, x_ND: Tensor) -> Tensor:
+        """The residual stream behind the feed-forward."""
+        update_ND = self.feed_forward.prefill(apply_norm(x_ND, self.norm, self.norm_D))
+        return x_ND + scale(update_ND, self.residual_multiplier)
+
+    def decode(self, x_ND: Tensor) -> Tensor:
+        """The residual stream behind the feed-forward."""
+        update_ND = self.feed_forward.decode(apply_norm(x_ND, self.norm, self.norm_D))
+        return x_ND + scale(update_ND, self.residual_multiplier)
+
+
 class Block:
     """Executes a `BlockSpec`. It owns no memory, so one block may stand at several depths."""
 
     def __init__(self, spec: BlockSpec, weights: BlockWeights, kernels: Kernels) -> None:
         self.spec = spec
-        self.weights = weights
-        self.mixers: tuple[Mixer, ...] = tuple(
-            build_mixer(branch.mixer, mixer_weights, kernels)
-            for branch, mixer_weights in zip(spec.branches, weights.mixers, strict=True)
-        )
-        self.feed_forward: FeedForward | None = None
-        if spec.feed_forward is not None:
-            assert weights.feed_forward is not None
-            self.feed_forward = build_feed_forward(spec.feed_forward, weights.feed_forward, kernels)
+        self.mixing = MixerSublayer(spec, weights, kernels) if spec.branches else None
+        self.feed_forward = FeedForwardSublayer(spec, weights, kernels) if spec.feed_forward is not None else None
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        return () if self.mixing is None else self.mixing.mixers
 
     def prefill(self, x_LD: Tensor, inputs: PrefillInputs, memories: Sequence[MixerMemory]) -> Tensor:
         """The residual stream behind this depth; writes `memories`, one per branch."""
-        if self.mixers:
-            branch_inputs = self._branch_inputs(x_LD)
-            outputs = [
-                mixer.prefill(h_LD, inputs, memory)
-                for mixer, h_LD, memory in zip(self.mixers, branch_inputs, memories, strict=True)
-            ]
-            x_LD = self._add_branches(x_LD, outputs)
-        if self.feed_forward is not None:
-            x_LD = self._add(x_LD, self.feed_forward.prefill(self._feed_forward_input(x_LD)))
-        return x_LD
+        if self.mixing is not None:
+            x_LD = self.mixing.prefill(x_LD, inputs, memories)
+        return x_LD if self.feed_forward is None else self.feed_forward.prefill(x_LD)
 
     def decode(self, x_BD: Tensor, inputs: DecodeInputs, memories: Sequence[MixerMemory]) -> Tensor:
         """The residual stream behind this depth; writes `memories`, one per branch."""
-        if self.mixers:
-            branch_inputs = self._branch_inputs(x_BD)
-            outputs = [
-                mixer.decode(h_BD, inputs, memory)
-                for mixer, h_BD, memory in zip(self.mixers, branch_inputs, memories, strict=True)
-            ]
-            x_BD = self._add_branches(x_BD, outputs)
-        if self.feed_forward is not None:
-            x_BD = self._add(x_BD, self.feed_forward.decode(self._feed_forward_input(x_BD)))
-        return x_BD
-
-    def _branch_inputs(self, x_ND: Tensor) -> list[Tensor]:
-        normed_ND = apply_norm(x_ND, self.spec.branch_norm, self.weights.branch_norm_D)
-        return [scale(normed_ND, branch.input_multiplier) for branch in self.spec.branches]
-
-    def _add_branches(self, x_ND: Tensor, outputs: list[Tensor]) -> Tensor:
-        first_ND, *others = (
-            scale(output_ND, branch.output_multiplier)
-            for output_ND, branch in zip(outputs, self.spec.branches, strict=True)
-        )
-        return self._add(x_ND, sum(others, first_ND))
-
-    def _feed_forward_input(self, x_ND: Tensor) -> Tensor:
-        return apply_norm(x_ND, self.spec.feed_forward_norm, self.weights.feed_forward_norm_D)
-
-    def _add(self, x_ND: Tensor, update_ND: Tensor) -> Tensor:
-        return x_ND + scale(update_ND, self.spec.residual_multiplier)
+        if self.mixing is not None:
+            x_BD = self.mixing.decode(x_BD, inputs, memories)
+        return x_BD if self.feed_forward is None else self.feed_forward.decode(x_BD)
 
 
 def apply_norm(x_ND: Tensor, spec: NormSpec | None, weight_D: Tensor | None) -> Tensor:

@@ -111,9 +111,13 @@ class HybridModel:
         Returns the logits `[M, V]` at `inputs.logits_tokens_M`, float32 (float64 for a float64 model).
         """
         x_LD = self.embed(inputs.token_ids_L)
-        for block, memories in zip(self.blocks, self.memories(memory), strict=True):
+        *earlier, (last, last_memories) = zip(self.blocks, self.memories(memory), strict=True)
+        for block, memories in earlier:
             x_LD = block.prefill(x_LD, inputs, memories)
-        return self.logits(x_LD[inputs.logits_tokens_M])
+        if last.mixing is not None:
+            x_LD = last.mixing.prefill(x_LD, inputs, last_memories)
+        x_MD = x_LD[inputs.logits_tokens_M]  # nothing reads what the last feed-forward makes of the other tokens
+        return self.logits(x_MD if last.feed_forward is None else last.feed_forward.prefill(x_MD))
 
     @torch.no_grad()
     def decode(self, inputs: DecodeInputs, memory: StepMemory) -> Tensor:

@@ -6,7 +6,8 @@
 //
 // so that the state is read and written once per block: 2 T + 1 operations for T tokens on each of its elements, where
 // the recurrence has 3 T. b_j · c_t is the same for all heads of a group. Decays are products of a few factors: nothing
-// cancels, as it would in differences of running sums, and no chunk-sized matrix exists.
+// cancels, as it would in differences of running sums, and no chunk-sized matrix exists. The state of a head is cut into
+// tiles of some rows, which lie in lanes.
 #pragma once
 
 #include "lanes.h"
@@ -15,7 +16,10 @@
 
 namespace hybrid_runtime {
 
-constexpr int kBlockRows = 4;  // of a head's state
+constexpr int kTileVectors = 2;  // of 16 floats: with 4 tokens, 8 sums, 8 weights and 2 of the state are in registers
+constexpr int64_t kStateTileRows = 16 * kTileVectors;
+constexpr size_t kCachedBlocks = 4;  // which a head's state, once in the nearest cache, goes through
+constexpr int64_t kCachedStateBytes = 512 << 10;  // of the states that one thread works on, half a usual L2 cache
 
 inline int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
@@ -57,139 +61,204 @@ inline void multiply_inputs(Mamba2Prefill& p, const Block& block, int64_t group,
   }
 }
 
-// Four rows of the state: returns h · c_t of row r in lane 4 r + t, then lets h decay and adds Σ_j weight_TP[j, r] b_j.
-// Vectors are `width` apart.
-inline Floats advance_rows(float* h_RN, int64_t width, const float* b_TN, const float* c_TN, float decay,
-                           const float* weight_TP, int64_t rows) {
-  Floats sums[16] = {};
-  for (int64_t n = 0; n < width; n += 16) {
-    Floats b[kBlockTokens], c[kBlockTokens];
-    for (int t = 0; t < kBlockTokens; ++t) {
-      b[t] = load_floats(b_TN + t * width + n);
-      c[t] = load_floats(c_TN + t * width + n);
-    }
-    for (int r = 0; r < kBlockRows; ++r) {
-      float* h_N = h_RN + r * width + n;
-      Floats h = load_floats(h_N);
-      for (int t = 0; t < kBlockTokens; ++t) {
-        sums[r * kBlockTokens + t] = Lanes<float>::multiply_add(h, c[t], sums[r * kBlockTokens + t]);
-      }
-      h *= broadcast(decay);
-      for (int j = 0; j < kBlockTokens; ++j) {
-        h = Lanes<float>::multiply_add(broadcast(weight_TP[j * rows + r]), b[j], h);
-      }
-      std::memcpy(h_N, &h, sizeof(h));
-    }
+using TileTokens = Floats[kBlockTokens][kTileVectors];  // of each token of a block, one number per row of a tile
+
+// A tile of the state [N, rows]: returns h · c_t in `h_dot_c_TR`, then lets h decay and adds Σ_j weight_j b_j. Rows lie in
+// lanes, so that no sum runs across them; the numbers b and c of one n lie together, [N, 2, T].
+inline void advance_tile(float* h_NR, const float* bc_N2T, int64_t state_dim, float decay, const TileTokens& weight_TR,
+                         TileTokens& h_dot_c_TR) {
+  // Copies that nobody else can see stay in registers.
+  TileTokens weight, h_dot_c{};
+  for (int t = 0; t < kBlockTokens; ++t) {
+    for (int v = 0; v < kTileVectors; ++v) weight[t][v] = weight_TR[t][v];
   }
-  return sum_lanes(sums);
+  const Floats decay_lanes = broadcast(decay);
+  for (int64_t n = 0; n < state_dim; ++n) {
+    Floats h[kTileVectors];
+    for (int v = 0; v < kTileVectors; ++v) h[v] = load_floats(h_NR + 16 * v);
+    for (int t = 0; t < kBlockTokens; ++t) {
+      const Floats c = broadcast(bc_N2T[kBlockTokens + t]);
+      for (int v = 0; v < kTileVectors; ++v) h_dot_c[t][v] = Lanes<float>::multiply_add(h[v], c, h_dot_c[t][v]);
+    }
+    for (int v = 0; v < kTileVectors; ++v) h[v] *= decay_lanes;
+    for (int j = 0; j < kBlockTokens; ++j) {
+      const Floats b = broadcast(bc_N2T[j]);
+      for (int v = 0; v < kTileVectors; ++v) h[v] = Lanes<float>::multiply_add(weight[j][v], b, h[v]);
+    }
+    for (int v = 0; v < kTileVectors; ++v) std::memcpy(h_NR + 16 * v, &h[v], sizeof(h[v]));
+    h_NR += kStateTileRows;
+    bc_N2T += 2 * kBlockTokens;
+  }
+  for (int t = 0; t < kBlockTokens; ++t) {
+    for (int v = 0; v < kTileVectors; ++v) h_dot_c_TR[t][v] = h_dot_c[t][v];
+  }
 }
 
-// The states of some heads, which one thread carries through a sequence, and what a block of one head needs.
-struct HeadScratch {
-  int64_t rows, width;  // of a head's state, rounded up
-  std::vector<float> h_HPN, b_TN, c_TN, x_TP, weight_TP, h_dot_c_TP, y_P;
+// The states of some heads, which one thread carries through a sequence, in tiles [head, tile, N, rows].
+struct HeadStates {
+  int64_t head_dim, state_dim, num_tiles;
+  std::vector<float> numbers;
 
-  HeadScratch(int64_t num_heads, int64_t head_dim, int64_t state_dim)
-      : rows(round_up(head_dim, kBlockRows)),
-        width(round_up(state_dim, 16)),
-        h_HPN(num_heads * rows * width),
-        b_TN(kBlockTokens * width),
-        c_TN(kBlockTokens * width),
-        x_TP(kBlockTokens * rows),
-        weight_TP(kBlockTokens * rows),
-        h_dot_c_TP(kBlockTokens * rows),
-        y_P(rows) {}
-  float* state(int64_t index) { return h_HPN.data() + index * rows * width; }
+  HeadStates(int64_t num_heads, int64_t head_dim, int64_t state_dim)
+      : head_dim(head_dim),
+        state_dim(state_dim),
+        num_tiles(round_up(head_dim, kStateTileRows) / kStateTileRows),
+        numbers(num_heads * num_tiles * state_dim * kStateTileRows) {}
+  float* tile(int64_t head, int64_t tile) {
+    return numbers.data() + (head * num_tiles + tile) * state_dim * kStateTileRows;
+  }
+  // The first number of a row; the others follow `kStateTileRows` apart.
+  float* row(int64_t head, int64_t row) { return tile(head, row / kStateTileRows) + row % kStateTileRows; }
+
+  void load_row(int64_t head, int64_t row, const float* from_N) {
+    float* to = this->row(head, row);
+    for (int64_t n = 0; n < state_dim; ++n) to[n * kStateTileRows] = from_N[n];
+  }
+  void save_row(int64_t head, int64_t row, float* to_N) {
+    const float* from = this->row(head, row);
+    for (int64_t n = 0; n < state_dim; ++n) to_N[n] = from[n * kStateTileRows];
+  }
 };
 
-template <class X>
-inline void advance_block(const Mamba2Prefill& p, const Block& block, int64_t head, int64_t num_groups, float* h_PN,
-                          HeadScratch& s) {
-  const int64_t head_dim = p.x_LHP.sizes[2], group = head * num_groups / p.x_LHP.sizes[1];
-  const float a = read_scalar<float>(p.a_H, head);
-  const float *b_TN = p.b.of(block.begin, group), *c_TN = p.c.of(block.begin, group);
-  if (block.count < kBlockTokens) {
-    // The tokens behind it may be anybody's: zeros, which neither decay nor add, stand in for them.
-    std::fill(std::copy_n(b_TN, block.count * s.width, s.b_TN.begin()), s.b_TN.end(), 0.0f);
-    std::fill(std::copy_n(c_TN, block.count * s.width, s.c_TN.begin()), s.c_TN.end(), 0.0f);
-    b_TN = s.b_TN.data();
-    c_TN = s.c_TN.data();
+// b and c of a few blocks, [block, G, N, 2, T]. Zeros, which neither decay nor add, stand in for tokens behind a block.
+struct BlockInputs {
+  int64_t num_groups, state_dim;
+  std::vector<float> numbers;
+
+  BlockInputs(int64_t num_groups, int64_t state_dim)
+      : num_groups(num_groups),
+        state_dim(state_dim),
+        numbers(kCachedBlocks * num_groups * state_dim * 2 * kBlockTokens) {}
+  float* of(int64_t place, int64_t group) {
+    return numbers.data() + (place * num_groups + group) * state_dim * 2 * kBlockTokens;
   }
-  float kept[kBlockTokens], reach[kBlockTokens][kBlockTokens];
-  for (int t = 0; t < kBlockTokens; ++t) {
-    const int64_t token = block.begin + std::min<int64_t>(t, block.count - 1);
-    const float dt = t < block.count ? read_scalar<float>(p.dt_LH, token, head) : 0.0f;
-    kept[t] = std::exp(dt * a);
-    reach[t][t] = 1;
-    for (int j = 0; j < t; ++j) reach[t][j] = reach[t - 1][j] * kept[t];
-    float* x_P = s.x_TP.data() + t * s.rows;
-    const X* from = p.x_LHP.at<X>(token, head);
-    for (int64_t row = 0; row < head_dim; ++row) x_P[row] = dt * load<float>(from[row * p.x_LHP.strides[2]]);
-  }
-  for (int t = 1; t < kBlockTokens; ++t) kept[t] *= kept[t - 1];
-  for (int j = 0; j < kBlockTokens; ++j) {
-    const float weight = reach[kBlockTokens - 1][j];
-    const float* x_P = s.x_TP.data() + j * s.rows;
-    float* weight_P = s.weight_TP.data() + j * s.rows;
-#pragma omp simd
-    for (int64_t row = 0; row < s.rows; ++row) weight_P[row] = weight * x_P[row];
-  }
-  for (int64_t row = 0; row < s.rows; row += kBlockRows) {
-    float products[16];
-    store_lanes(advance_rows(h_PN + row * s.width, s.width, b_TN, c_TN, kept[kBlockTokens - 1],
-                             s.weight_TP.data() + row, s.rows),
-                products);
-    for (int r = 0; r < kBlockRows; ++r) {
-      for (int t = 0; t < kBlockTokens; ++t) s.h_dot_c_TP[t * s.rows + row + r] = products[r * kBlockTokens + t];
+
+  void load(const Mamba2Prefill& p, const Block& block, int64_t place, int64_t group) {
+    float* to = of(place, group);
+    for (int t = 0; t < kBlockTokens; ++t) {
+      const bool is_token = t < block.count;
+      const int64_t token = block.begin + (is_token ? t : 0);
+      const float *b_N = p.b.of(token, group), *c_N = p.c.of(token, group);
+      for (int64_t n = 0; n < state_dim; ++n) {
+        to[n * 2 * kBlockTokens + t] = is_token ? b_N[n] : 0.0f;
+        to[(2 * n + 1) * kBlockTokens + t] = is_token ? c_N[n] : 0.0f;
+      }
     }
   }
+};
+
+inline std::vector<Block> blocks_of(const Segment& segment) {
+  std::vector<Block> blocks;
+  for_each_block({segment}, [&](const Block& block) { blocks.push_back(block); });
+  return blocks;
+}
+
+// How much of what came before is left within a block of one head.
+struct BlockDecays {
+  float dt[kBlockTokens];
+  float kept[kBlockTokens];                 // of the state before the block, behind each token
+  float reach[kBlockTokens][kBlockTokens];  // [t][j]: of token j's input, behind token t
+
+  BlockDecays(const Mamba2Prefill& p, const Block& block, int64_t head) {
+    const float a = read_scalar<float>(p.a_H, head);
+    for (int t = 0; t < kBlockTokens; ++t) {
+      dt[t] = t < block.count ? read_scalar<float>(p.dt_LH, block.begin + t, head) : 0.0f;
+      const float decay = std::exp(dt[t] * a);
+      kept[t] = t == 0 ? decay : kept[t - 1] * decay;
+      for (int j = 0; j < t; ++j) reach[t][j] = reach[t - 1][j] * decay;
+      reach[t][t] = 1;
+    }
+  }
+};
+
+// Rows of one token's x or y, up to a tile of them.
+template <class X>
+inline void load_rows(const X* from, int64_t stride, int64_t count, Floats (&to)[kTileVectors]) {
+  X rows[kStateTileRows] = {};
+  if (stride == 1) {
+    std::memcpy(rows, from, count * sizeof(X));
+  } else {
+    for (int64_t row = 0; row < count; ++row) rows[row] = from[row * stride];
+  }
+  for (int v = 0; v < kTileVectors; ++v) to[v] = load_floats(rows + 16 * v);
+}
+
+template <class X>
+inline void store_rows(const Floats (&from)[kTileVectors], int64_t count, X* to) {
+  X rows[kTileVectors][16];
+  for (int v = 0; v < kTileVectors; ++v) store_lanes(from[v], rows[v]);
+  std::memcpy(to, rows, count * sizeof(X));
+}
+
+// A block of one head, one tile of its rows: writes y, advances the state.
+template <class X>
+inline void advance_block(const Mamba2Prefill& p, const Block& block, int64_t head, int64_t num_groups, int64_t tile,
+                          const float* bc_N2T, const BlockDecays& decays, float* h_NR) {
+  const int64_t head_dim = p.x_LHP.sizes[2], group = head * num_groups / p.x_LHP.sizes[1];
+  const int64_t first_row = tile * kStateTileRows, rows = std::min(kStateTileRows, head_dim - first_row);
+  TileTokens x{}, weight, h_dot_c;
+  for (int t = 0; t < kBlockTokens; ++t) {
+    if (t < block.count) {
+      const int64_t stride = p.x_LHP.strides[2];
+      load_rows(p.x_LHP.at<X>(block.begin + t, head) + first_row * stride, stride, rows, x[t]);
+    }
+    for (int v = 0; v < kTileVectors; ++v) {
+      x[t][v] *= broadcast(decays.dt[t]);
+      weight[t][v] = x[t][v] * broadcast(decays.reach[kBlockTokens - 1][t]);
+    }
+  }
+  advance_tile(h_NR, bc_N2T, p.h0_SHPN.sizes[3], decays.kept[kBlockTokens - 1], weight, h_dot_c);
   for (int t = 0; t < block.count; ++t) {
     const float* b_dot_c = p.b_dot_c.data() + ((block.begin + t) * num_groups + group) * kBlockTokens;
-    const float* from_state_P = s.h_dot_c_TP.data() + t * s.rows;
-    float* y_P = s.y_P.data();
-#pragma omp simd
-    for (int64_t row = 0; row < s.rows; ++row) y_P[row] = kept[t] * from_state_P[row];
+    Floats y[kTileVectors];
+    for (int v = 0; v < kTileVectors; ++v) y[v] = h_dot_c[t][v] * broadcast(decays.kept[t]);
     for (int j = 0; j <= t; ++j) {
-      const float weight = reach[t][j] * b_dot_c[j];
-      const float* x_P = s.x_TP.data() + j * s.rows;
-#pragma omp simd
-      for (int64_t row = 0; row < s.rows; ++row) y_P[row] = multiply_add(weight, x_P[row], y_P[row]);
+      const Floats share = broadcast(decays.reach[t][j] * b_dot_c[j]);
+      for (int v = 0; v < kTileVectors; ++v) y[v] = Lanes<float>::multiply_add(share, x[j][v], y[v]);
     }
-    X* to = p.y_LHP.at<X>(block.begin + t, head);
-#pragma omp simd
-    for (int64_t row = 0; row < head_dim; ++row) to[row] = store<X>(y_P[row]);
+    store_rows(y, rows, p.y_LHP.at<X>(block.begin + t, head) + first_row);
   }
 }
 
-// Heads `first` to `last` over one sequence, from its first state to the states asked for. Blocks outside, heads
+// Heads `first` to `last` over one sequence, from its first state to the states asked for. A few blocks outside, heads
 // inside: x and y are walked along in memory, b and c stay in the nearest cache, the heads' states in the next.
 template <class X>
 inline void run_sequence(const Mamba2Prefill& p, const std::vector<Segment>& segments, int64_t sequence, int64_t first,
-                         int64_t last, int64_t num_groups, HeadScratch& s) {
-  const int64_t head_dim = p.x_LHP.sizes[2], bytes = p.h0_SHPN.sizes[3] * sizeof(float);
-  std::fill(s.h_HPN.begin(), s.h_HPN.end(), 0.0f);
+                         int64_t last, int64_t num_groups, HeadStates& states, BlockInputs& inputs) {
+  const int64_t head_dim = states.head_dim, heads_per_group = p.x_LHP.sizes[1] / num_groups;
   for (int64_t head = first; head < last; ++head) {
     for (int64_t row = 0; row < head_dim; ++row) {
-      std::memcpy(s.state(head - first) + row * s.width, p.h0_SHPN.at<float>(sequence, head, row), bytes);
+      states.load_row(head - first, row, p.h0_SHPN.at<float>(sequence, head, row));
     }
   }
   for (const Segment& segment : segments) {
-    for_each_block({segment}, [&](const Block& block) {
-      for (int64_t head = first; head < last; ++head) {
-        advance_block<X>(p, block, head, num_groups, s.state(head - first), s);
+    const std::vector<Block> blocks = blocks_of(segment);
+    for (size_t begin = 0; begin < blocks.size(); begin += kCachedBlocks) {
+      const size_t end = std::min(begin + kCachedBlocks, blocks.size());
+      for (size_t at = begin; at < end; ++at) {
+        for (int64_t group = first / heads_per_group; group <= (last - 1) / heads_per_group; ++group) {
+          inputs.load(p, blocks[at], at - begin, group);
+        }
       }
-    });
+      for (int64_t head = first; head < last; ++head) {
+        for (size_t at = begin; at < end; ++at) {
+          const BlockDecays decays(p, blocks[at], head);
+          for (int64_t tile = 0; tile < states.num_tiles; ++tile) {
+            const float* bc_N2T = inputs.of(at - begin, head / heads_per_group);
+            advance_block<X>(p, blocks[at], head, num_groups, tile, bc_N2T, decays, states.tile(head - first, tile));
+          }
+        }
+      }
+    }
     for (int64_t state : segment.states) {
       for (int64_t head = first; head < last; ++head) {
         for (int64_t row = 0; row < head_dim; ++row) {
-          std::memcpy(p.states_RHPN.at<float>(state, head, row), s.state(head - first) + row * s.width, bytes);
+          states.save_row(head - first, row, p.states_RHPN.at<float>(state, head, row));
         }
       }
     }
   }
 }
-
-constexpr int64_t kCachedStateBytes = 512 << 10;  // of the states that one thread works on, half a usual L2 cache
 
 // x [L, H, P], dt [L, H], a [H], b and c [L, G, N], h0 [S, H, P, N] float32; sequences as for `causal_conv`. Returns y
 // like x (padding tokens: 0) and the states [R, H, P, N] float32.
@@ -237,13 +306,14 @@ inline std::tuple<Tensor, Tensor> mamba2_prefill(const Tensor& x, const Tensor& 
       if (is_padding(token)) std::fill_n(p.y_LHP.at<X>(token), num_heads * head_dim, store<X>(0.0f));
     }
     torch::stable::parallel_for(0, num_heads, 1, [&](int64_t begin, int64_t end) {
-      const int64_t bytes_per_head = round_up(head_dim, kBlockRows) * round_up(state_dim, 16) * sizeof(float);
+      const int64_t bytes_per_head = round_up(head_dim, kStateTileRows) * state_dim * sizeof(float);
       const int64_t cached_heads = std::max<int64_t>(1, kCachedStateBytes / std::max<int64_t>(1, bytes_per_head));
-      HeadScratch scratch(std::min(cached_heads, end - begin), head_dim, state_dim);
+      HeadStates states(std::min(cached_heads, end - begin), head_dim, state_dim);
+      BlockInputs inputs(num_groups, state_dim);
       for (int64_t first = begin; first < end; first += cached_heads) {
         for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
           run_sequence<X>(p, segments[sequence], sequence, first, std::min(first + cached_heads, end), num_groups,
-                          scratch);
+                          states, inputs);
         }
       }
     });
