@@ -151,6 +151,7 @@ def compiled_kernels(device: torch.device) -> Kernels:
         kda_step=triton_kernels.kda_step,
         decode_attention=triton_kernels.decode_attention,
         decode_mla=triton_kernels.decode_mla,
+        draw_tokens=triton_kernels.draw_tokens,
     )
 
 

@@ -92,20 +92,12 @@ inline void score_row(const C* logits, C peak, C temperature, ScoredRow<C>& row)
 // Σ of the weights of scores above `score`. Never rises with `score`: also rounded sums keep the order of their terms.
 template <class C>
 inline double weight_above(const ScoredRow<C>& row, C score) {
-  constexpr int64_t kLanes = 16;
   double total = 0;
   row.for_each_block(score, [&](int64_t begin, int64_t end) {
     const C *scores = row.scores.get(), *weights = row.weights.get();
-    C lanes[kLanes] = {};
-    int64_t id = begin;
-    for (; id + kLanes <= end; id += kLanes) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        lanes[lane] += scores[id + lane] > score ? weights[id + lane] : C{0};
-      }
-    }
-    for (; id < end; ++id) lanes[0] += scores[id] > score ? weights[id] : C{0};
     C sum{0};
-    for (C lane : lanes) sum += lane;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t id = begin; id < end; ++id) sum += scores[id] > score ? weights[id] : C{0};
     total += sum;
   });
   return total;

@@ -1,6 +1,7 @@
 // The noise of ops/noise.py: words of Philox-4x32-10, and a Gumbel value of a word.
 #pragma once
 
+#include <initializer_list>
 #include <limits>
 
 #include "lanes.h"

@@ -13,7 +13,7 @@ from torch.nn import functional
 from hybrid_runtime.ops import attention, conv, gdn, kda, mamba2, opaque
 from hybrid_runtime.ops.cpu_kernels import schemas  # noqa: F401 (defines the operators)
 from hybrid_runtime.ops.cpu_kernels.build import ensure_built
-from hybrid_runtime.ops.draw import DrawInputs
+from hybrid_runtime.ops.draw import DrawInputs, require_drawable
 from hybrid_runtime.ops.ragged import RaggedLayout
 
 _NARROW = {torch.bfloat16, torch.float32}
@@ -188,7 +188,8 @@ def decode_mla(
 
 
 def draw_tokens(logits_BV: Tensor, options: DrawInputs) -> Tensor:
-    """As `ops.draw.draw_tokens`, without a sort."""
+    """As `ops.draw.draw_tokens`, without a sort. Each thread takes whole rows."""
+    require_drawable(logits_BV, options)
     _build_unless_traced()
     return _ops.draw_tokens(logits_BV, *options)
 

@@ -8,6 +8,7 @@ imports Triton. It runs on CUDA, or on the CPU in Triton's interpreter (TRITON_I
 from hybrid_runtime.ops.triton_kernels.attention import decode_attention, decode_mla
 from hybrid_runtime.ops.triton_kernels.conv import conv_step
 from hybrid_runtime.ops.triton_kernels.delta_rule import gdn_step, kda_step
+from hybrid_runtime.ops.triton_kernels.draw import draw_tokens
 from hybrid_runtime.ops.triton_kernels.mamba2 import mamba2_step
 from hybrid_runtime.ops.triton_kernels.slot_copies import SlotTable, clear_slots, copy_slots
 
@@ -18,6 +19,7 @@ __all__ = [
     "copy_slots",
     "decode_attention",
     "decode_mla",
+    "draw_tokens",
     "gdn_step",
     "kda_step",
     "mamba2_step",

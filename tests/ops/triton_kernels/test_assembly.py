@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.ops import triton_kernels
+from hybrid_runtime.ops.draw import DrawInputs
 from hybrid_runtime.ops.triton_kernels import attention as kernels
 from tests.ops.triton_kernels.assembly import Assembled, assembled_launches
 
@@ -70,6 +71,14 @@ def copies() -> None:
     triton_kernels.clear_slots(table, slots(2))
 
 
+def draw(num_tokens: int, *, dtype: torch.dtype = F32, filters: bool = True) -> Launch:
+    logits_BV = torch.zeros(NUM_ROWS, num_tokens, dtype=dtype)
+    ones_B = torch.ones(NUM_ROWS, dtype=F64)
+    share_B = ones_B if filters else None
+    options = DrawInputs(ones_B, share_B, slots() if filters else None, share_B, slots(), slots(), slots())
+    return lambda: triton_kernels.draw_tokens(logits_BV, options)
+
+
 LAUNCHES: dict[str, Launch] = {
     "mamba2": mamba2(),
     "mamba2-float32": mamba2(tokens=F32),
@@ -95,6 +104,10 @@ LAUNCHES: dict[str, Launch] = {
     "latent-128-heads": latent(128),
     "latent-float32": latent(32, dtype=F32),
     "latent-float64": latent(32, dtype=F64),
+    "draw": draw(100_352),
+    "draw-without-filters": draw(100_352, filters=False),
+    "draw-odd": draw(50_257),
+    "draw-float64": draw(100_352, dtype=F64),
 }
 
 
