@@ -27,7 +27,7 @@ from hybrid_runtime.graphs.lowering.examine import examine
 from hybrid_runtime.graphs.lowering.fake_cuda import pretend_cuda
 from hybrid_runtime.graphs.lowering.report import StepReport
 from hybrid_runtime.graphs.lowering.step import PoolArgument, Step
-from hybrid_runtime.ops import attention, conv, gdn, kda, mamba2, triton_kernels
+from hybrid_runtime.ops import attention, conv, draw, gdn, kda, mamba2, triton_kernels
 
 NUM_STATE_SLOTS = 1009  # a prime, as the report wants it
 NUM_KV_SLOTS = 1_000_003
@@ -81,6 +81,7 @@ def comparisons(num_rows: int, context_len: int) -> Iterator[Comparison]:
     yield _attention(empty, table, slots_B)
     yield _latent_attention(empty, table, slots_B)
     yield _copies(empty, slots_B)
+    yield _draw(empty, slots_B)
 
 
 def _mamba2(empty: Callable[..., Tensor], slots_B: Tensor) -> Comparison:
@@ -184,6 +185,18 @@ def _copies(empty: Callable[..., Tensor], slots_B: Tensor) -> Comparison:
     name = f"copy_slots, {NUM_COPIED_LAYERS} layers"
     results = sum(pool.bytes_touched for pool in pools)
     return Comparison(name, twin, kernel, arguments, pools, results, is_captured=False)
+
+
+def _draw(empty: Callable[..., Tensor], keys_B: Tensor) -> Comparison:
+    """With every filter, from the vocabulary of Granite 4.0."""
+    shares_B = empty(len(keys_B), dtype=torch.float64)
+    arguments = (empty(len(keys_B), 100_352), shares_B, shares_B, keys_B, shares_B, keys_B, keys_B, keys_B)
+
+    def from_tensors(form: Form) -> Form:
+        return lambda logits_BV, *options: form(logits_BV, draw.DrawInputs(*options))
+
+    twin, kernel = from_tensors(draw.draw_tokens), from_tensors(triton_kernels.draw_tokens)
+    return Comparison("draw_tokens", twin, kernel, arguments, (), keys_B.nbytes)
 
 
 def measure(comparison: Comparison, *, kernels_only: bool) -> dict[str, Any]:

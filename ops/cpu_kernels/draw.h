@@ -94,11 +94,15 @@ template <class C>
 inline double weight_above(const ScoredRow<C>& row, C score) {
   double total = 0;
   row.for_each_block(score, [&](int64_t begin, int64_t end) {
-    const C *scores = row.scores.get(), *weights = row.weights.get();
-    C sum{0};
-#pragma omp simd reduction(+ : sum)
-    for (int64_t id = begin; id < end; ++id) sum += scores[id] > score ? weights[id] : C{0};
-    total += sum;
+    const C *scores = row.scores.get() + begin, *weights = row.weights.get() + begin;
+    const int64_t half = (end - begin) / 2;  // two sums at a time: one would wait for its own last addition
+    C low{0}, high = (end - begin) % 2 && scores[2 * half] > score ? weights[2 * half] : C{0};
+#pragma omp simd reduction(+ : low, high)
+    for (int64_t i = 0; i < half; ++i) {
+      low += scores[i] > score ? weights[i] : C{0};
+      high += scores[half + i] > score ? weights[half + i] : C{0};
+    }
+    total += low + high;
   });
   return total;
 }
@@ -109,6 +113,7 @@ inline double weigh(ScoredRow<C>& row, Front<C> front) {
   double total = 0;
   row.for_each_block(front.score, [&](int64_t begin, int64_t end) {
     for (int64_t id = begin; id < end; ++id) row.weights[id] = exp_nonpositive(row.scores[id]);
+    if (front.score == -std::numeric_limits<C>::infinity()) return;  // such tokens weigh nothing
     for (int64_t id = begin; id < std::min(end, front.id + 1); ++id) {
       if (row.scores[id] == front.score) total += row.weights[id];
     }
@@ -128,7 +133,7 @@ inline C score_of(magnitude_t<C> magnitude) {
   return -bits_as<C>(magnitude);
 }
 
-// The tokens of `front` whose predecessors weigh less than `target` together, and the first in any case.
+// The tokens of `front` whose predecessors weigh less than `target` together; it is above 0.
 template <class C>
 inline Front<C> cut(const ScoredRow<C>& row, Front<C> front, double target) {
   // What lies above scores of magnitude `kept` weighs less than the target.
@@ -149,7 +154,7 @@ inline Front<C> cut(const ScoredRow<C>& row, Front<C> front, double target) {
   row.for_each_block(result.score, [&](int64_t begin, int64_t end) {
     for (int64_t id = begin; id < end; ++id) {
       if (row.scores[id] != result.score || !front.holds(result.score, id)) continue;
-      if (ahead > 0 && !(ahead < target)) return;
+      if (!(ahead < target)) return;
       result.id = id;
       ahead += row.weights[id];
     }

@@ -108,6 +108,7 @@ LAUNCHES: dict[str, Launch] = {
     "draw-without-filters": draw(100_352, filters=False),
     "draw-odd": draw(50_257),
     "draw-float64": draw(100_352, dtype=F64),
+    "draw-odd-float64": draw(50_257, dtype=F64),
 }
 
 

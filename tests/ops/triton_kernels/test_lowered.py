@@ -17,6 +17,7 @@ LAUNCHES = {
     "decode_attention": 3,  # the new keys and values are written, then the splits, and their combination
     "decode_mla": 6,  # as above, a product on either side, and the queries joined
     "copy_slots": 1,
+    "draw_tokens": 1,
 }
 POOLS = {"decode_attention": ["k", "v"], "decode_mla": ["latent"], "mamba2_step": ["ssm"], "conv_step": ["conv"]}
 
@@ -40,7 +41,7 @@ def test_a_compiled_kernel_leaves_pools_in_place(rows: dict[str, dict[str, Any]]
         assert kernel["mutated"] == POOLS[name]
 
 
-@pytest.mark.parametrize("name", ["mamba2_step", "gdn_step", "kda_step", "conv_step", "copy_slots"])
+@pytest.mark.parametrize("name", ["mamba2_step", "gdn_step", "kda_step", "conv_step", "copy_slots", "draw_tokens"])
 def test_it_moves_no_more_than_is_needed(rows: dict[str, dict[str, Any]], name: str) -> None:
     """To the report a kernel moves its operands, results and slots: what this can find are copies of operands."""
     row = rows[name]
