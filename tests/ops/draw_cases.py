@@ -6,7 +6,8 @@ Shapes: B rows, V tokens of the vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,15 @@ def check_rows(ids_B: Tensor, logits_BV: Tensor, rows: list[RowOptions]) -> None
     assert ids_B.shape == logits_BV.shape[:1]
     for token, logits_V, row in zip(ids_B.tolist(), logits_BV, rows, strict=True):
         assert token in possible_tokens(logits_V, row), row
+
+
+def check_exact_shares(form: Callable[[Tensor, DrawInputs], Tensor]) -> None:
+    """Eighths are summed without rounding: top-p stops at the token that reaches p, and top-k at k."""
+    for options, num_left in ((RowOptions(top_p=0.25), 2), (RowOptions(top_p=0.5), 4), (RowOptions(top_k=3), 3)):
+        rows = [replace(options, seed=seed) for seed in range(40)]
+        for dtype in (torch.float32, torch.float64):
+            ids_B = form(torch.zeros(len(rows), 8, dtype=dtype), inputs_of(rows))
+            assert set(ids_B.tolist()) == set(range(num_left))
 
 
 ROWS = st.builds(

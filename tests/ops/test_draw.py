@@ -16,7 +16,7 @@ from hypothesis import given
 from torch import Tensor
 
 from hybrid_runtime.ops.draw import DrawInputs, draw_tokens
-from tests.ops.draw_cases import OFF, RowOptions, check_rows, draws, inputs_of
+from tests.ops.draw_cases import OFF, RowOptions, check_exact_shares, check_rows, draws, inputs_of
 
 F32, F64 = torch.float32, torch.float64
 SIZES = (1, 2, 5, 23, 64)
@@ -44,6 +44,10 @@ GREEDY_ROWS = [
 def test_a_greedy_row_takes_the_first_maximum(logits: list[float], expected: int) -> None:
     options = inputs_of([RowOptions(temperature=0, top_k=1, top_p=0.1, min_p=1.0, seed=seed) for seed in range(4)])
     assert draw_tokens(torch.tensor([logits] * 4), options).tolist() == [expected] * 4
+
+
+def test_exact_shares() -> None:
+    check_exact_shares(draw_tokens)
 
 
 def test_no_rows() -> None:

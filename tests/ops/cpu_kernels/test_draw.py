@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_runtime.ops import cpu_kernels
 from hybrid_runtime.ops import draw as plain
-from tests.ops.draw_cases import RowOptions, check_rows, draws, inputs_of, noise_of
+from tests.ops.draw_cases import RowOptions, check_exact_shares, check_rows, draws, inputs_of, noise_of
 from tests.ops.test_draw import GREEDY_ROWS, MISFITS, misfit
 from tests.unit.test_sampler import ALPHA, NUM_DRAWS, chi_square_p_value
 
@@ -118,6 +118,10 @@ def test_flat_rows_and_rows_in_the_order_of_their_noise(dtype: torch.dtype) -> N
             assert ids_B.item() == logits_V.argmax().item()
         rows = [replace(row, top_k=64), replace(row, top_p=1e-3), replace(row, top_k=64, top_p=0.5)]
         check_rows(cpu_kernels.draw_tokens(logits_V.expand(3, -1), inputs_of(rows)), logits_V.expand(3, -1), rows)
+
+
+def test_exact_shares() -> None:
+    check_exact_shares(cpu_kernels.draw_tokens)
 
 
 def test_no_rows() -> None:

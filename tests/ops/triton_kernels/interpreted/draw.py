@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_runtime.ops import triton_kernels
 from hybrid_runtime.ops.triton_kernels import draw as kernels
-from tests.ops.draw_cases import RowOptions, check_rows, draws, inputs_of, noise_of
+from tests.ops.draw_cases import RowOptions, check_exact_shares, check_rows, draws, inputs_of, noise_of
 from tests.ops.test_draw import GREEDY_ROWS, MISFITS, misfit
 
 F32, F64 = torch.float32, torch.float64
@@ -76,6 +76,10 @@ def test_flat_rows_and_rows_in_the_order_of_their_noise() -> None:
         rows = [replace(row, top_k=1), replace(row, top_p=1e-12), replace(row, top_k=64, top_p=0.5)]
         logits_BV = logits_V.expand(3, -1)
         check_rows(triton_kernels.draw_tokens(logits_BV, inputs_of(rows)), logits_BV, rows)
+
+
+def test_exact_shares() -> None:
+    check_exact_shares(triton_kernels.draw_tokens)
 
 
 def test_no_rows() -> None:
