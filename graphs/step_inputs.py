@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from hybrid_runtime.ops.draw import DrawInputs
 from hybrid_runtime.ops.ragged import RaggedLayout
 
 IN_FLIGHT = -1  # stands for the token that the device chose last for a row, which the host does not know yet
@@ -57,3 +59,10 @@ class DecodeInputs:
     context_lens_B: Tensor  # int64, tokens in the pools after this step, this one included; padding rows: 1
     max_context_len: int  # at least every entry of context_lens_B
     working_slots_B: Tensor  # int64, state slots updated in place; padding rows: 0
+
+
+def draw_inputs(fields_FB: Tensor) -> DrawInputs:
+    """Views of int64 `[fields, B]` as what DrawInputs names, in its order; of float64 fields these are the bits."""
+    fields = dict(zip(DrawInputs._fields, fields_FB, strict=True))
+    bits = {name: fields[name].view(torch.float64) for name in ("temperature_B", "min_p_B", "top_p_B")}
+    return DrawInputs(**{**fields, **bits})

@@ -124,9 +124,9 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @cached_property
-    def takes_most_likely(self) -> bool:
-        """Whether the next token is the most likely one of the model's own logits, and nothing else is asked for."""
-        return self.is_greedy and not self.has_penalty and not self.logit_bias and self.logprobs is None
+    def only_draws(self) -> bool:
+        """Whether the next token is drawn from the model's own logits, and nothing else is asked for."""
+        return not self.has_penalty and not self.logit_bias and self.logprobs is None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

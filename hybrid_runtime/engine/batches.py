@@ -14,14 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybrid_runtime.graphs.decode_runner import FIELDS
+from hybrid_runtime.graphs.decode_runner import MODEL_FIELDS
 from hybrid_runtime.graphs.step_inputs import IN_FLIGHT, PrefillInputs
 from hybrid_runtime.memory.request_table import RequestTable
+from hybrid_runtime.ops.draw import DrawInputs
 from hybrid_runtime.ops.ragged import RaggedLayout
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.scheduler import PrefillChunk
 
 Indices = NDArray[np.int64]
+_NO_TOP_K = 2**62  # more tokens than any vocabulary has
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class PrefillBatch:
     state_slots_R: Indices
     logits_tokens_M: Indices
     logits_rows_M: Indices
+    draw_FM: Indices  # what `graphs.step_inputs.draw_inputs` takes
     last_rows_S: Indices  # which of the M rows is that of a chunk's last token
     scored: tuple[ScoredSpan, ...]  # prompt tokens whose logprobs are wanted
 
@@ -92,6 +95,8 @@ def build_prefill(chunks: Sequence[PrefillChunk], table: RequestTable) -> Prefil
         logits_rows.append(chunk.request.resident.row)
         begin += length
     rows = [chunk.request.resident.row for chunk in chunks]
+    draw_FM = np.zeros((len(DrawInputs._fields), len(logits_tokens)), dtype=np.int64)  # greedy
+    draw_FM[:, last_rows] = build_draw([chunk.request for chunk in chunks], [chunk.stop for chunk in chunks])
     return PrefillBatch(
         lengths=tuple(chunk.stop - chunk.start for chunk in chunks),
         state_positions=tuple(state_positions),
@@ -106,6 +111,7 @@ def build_prefill(chunks: Sequence[PrefillChunk], table: RequestTable) -> Prefil
         state_slots_R=_indices(state_slots),
         logits_tokens_M=_indices(logits_tokens),
         logits_rows_M=_indices(logits_rows),
+        draw_FM=draw_FM,
         last_rows_S=_indices(last_rows),
         scored=tuple(scored),
     )
@@ -124,7 +130,7 @@ def _scored_span(chunk: PrefillChunk, first_row: int) -> ScoredSpan | None:
 
 
 def build_decode(requests: Sequence[Request], table: RequestTable) -> Indices:
-    """What `graphs.decode_runner.FIELDS` names, `[fields, B]`: per request the first token that is not computed."""
+    """What `DecodeRunner.run` takes, `[fields, B]`: per request the first token that is not computed."""
     rows = _indices([request.resident.row for request in requests])
     positions = _indices([request.num_computed_tokens for request in requests])
     fields: dict[str, Indices] = {
@@ -135,7 +141,25 @@ def build_decode(requests: Sequence[Request], table: RequestTable) -> Indices:
         "context_lens_B": positions + 1,
         "working_slots_B": _indices([request.resident.working_slot for request in requests]),
     }
-    return np.stack([fields[name] for name in FIELDS])
+    draw_FB = build_draw(requests, [request.num_computed_tokens + 1 for request in requests])
+    return np.vstack([*(fields[name] for name in MODEL_FIELDS), draw_FB])
+
+
+def build_draw(requests: Sequence[Request], positions: Sequence[int]) -> Indices:
+    """What `graphs.step_inputs.draw_inputs` takes, `[fields, B]`; `positions[i]` is that of the token to be chosen."""
+    of_floats = [(params.temperature, params.min_p, params.top_p) for params in (r.params for r in requests)]
+    temperature_B, min_p_B, top_p_B = np.array(of_floats, dtype=np.float64).T.copy().view(np.int64)
+    top_ks = [top_k if (top_k := request.params.top_k) > 0 else _NO_TOP_K for request in requests]
+    fields: dict[str, Sequence[int] | Indices] = {
+        "temperature_B": temperature_B,
+        "min_p_B": min_p_B,
+        "top_k_B": top_ks,
+        "top_p_B": top_p_B,
+        "seeds_B": [request.seed for request in requests],
+        "sample_indices_B": [request.sample_index for request in requests],
+        "positions_B": positions,
+    }
+    return np.array([fields[name] for name in DrawInputs._fields], dtype=np.int64)
 
 
 def _next_input(request: Request) -> int:

@@ -17,6 +17,7 @@ from hybrid_runtime.engine.launching import DirectLauncher, StepLauncher, Thread
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.runner import ModelRunner
 from hybrid_runtime.engine.steps import EagerSteps, Steps
+from hybrid_runtime.graphs.inductor import start_precompiling_headers
 from hybrid_runtime.graphs.step_inputs import StepMemory
 from hybrid_runtime.memory.available import available_bytes
 from hybrid_runtime.memory.plan import MemoryPlan, plan_memory
@@ -95,9 +96,12 @@ def build_engine(
 
 def _compilable(model: HybridModel) -> HybridModel | None:
     """The model in the forms that compiled steps run; None, with a warning, on a machine that cannot compile."""
-    _LOGGER.info("packing weights for %s", model.device)
     try:
-        return model.with_kernels(compiled_kernels(model.device))
+        kernels = compiled_kernels(model.device)
+        if model.device.type == "cpu":
+            start_precompiling_headers()
+        _LOGGER.info("packing weights for %s", model.device)
+        return model.with_kernels(kernels)
     except RuntimeError as error:  # no compiler, or one that does not work
         _warn_of_eager_steps(error)
         return None

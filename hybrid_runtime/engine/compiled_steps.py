@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hybrid_runtime.engine.code_digest import code_digest
-from hybrid_runtime.engine.steps import StepOutputs, choose_greedily, known_tokens
+from hybrid_runtime.engine.steps import StepOutputs, known_tokens, outputs_of
 from hybrid_runtime.graphs.compiled import CompiledFunction, mark_dynamic
+from hybrid_runtime.graphs.inductor import late_waits, sources_read_once
 from hybrid_runtime.graphs.signature import signature
-from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory
+from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory, draw_inputs
 from hybrid_runtime.models.block import Block, FeedForwardSublayer, MixerSublayer
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.models.mixers import MixerMemory
+from hybrid_runtime.ops.draw import DrawInputs
 from hybrid_runtime.ops.kernels import wait_for_kernels
 from hybrid_runtime.ops.ragged import DEFAULT_CHUNK_SIZE, RaggedLayout
 
@@ -38,8 +40,8 @@ class CompiledSteps:
 
     A kind of layer is compiled once and called at each of its depths: a graph of all depths of a 32-layer model took
     over a minute to compile. Sizes are dynamic rather than bucketed, so that nothing is computed for padding, and one
-    graph is compiled instead of one per bucket. A decode calls one graph per block; a prefill, where a call costs
-    little beside its work, one for the mixers and one for the feed-forward, which all blocks may share.
+    graph is compiled instead of one per bucket. A block is cut into its mixers and its feed-forward, which the blocks
+    of a model, prefills and decodes often share.
     """
 
     def __init__(
@@ -56,50 +58,54 @@ class CompiledSteps:
         self.max_context_len = memory.req_to_token.shape[1] if self.can_be_captured else 1
         pools = self._model.memories(memory)
         # The plan sizes these by the free memory of the day: compiled code must not depend on it.
-        layers = (*memory.kv_layers, *memory.state_layers)
-        mark_dynamic([*(pool for layer in layers for pool in layer.values()), memory.req_to_token, last_token_R])
+        tensors = [pool for layer in (*memory.kv_layers, *memory.state_layers) for pool in layer.values()]
+        mark_dynamic([*tensors, memory.req_to_token, last_token_R])
         mark_dynamic([memory.req_to_token], dim=1)
         prefill, decode = _example_prefill(model.device), _example_decode(self.max_context_len, model.device)
 
-        report("embedding and choice of tokens")
-        code = code_digest()
-        tokens = (prefill.token_ids_L, torch.zeros_like(prefill.token_ids_L))
-        mark_dynamic(tokens)
-        self._embed = CompiledFunction(embed_tokens, model, *tokens, last_token_R, code=code)
-        x_MD = model.embed(prefill.logits_tokens_M)
-        mark_dynamic([x_MD])
-        self._choose = CompiledFunction(choose_tokens, model, x_MD, prefill.logits_rows_M, last_token_R, code=code)
-        report("prefill")
-        self._prefill_layers = _prefill_layers(model, pools, prefill)
-        report("decode")
-        self._decode_layers = _decode_layers(model, pools, decode)
-        report("kernels")
+        with sources_read_once(), late_waits() if model.device.type == "cpu" else nullcontext():
+            report("embedding and choice of tokens")
+            code = code_digest()
+            tokens = (prefill.token_ids_L, torch.zeros_like(prefill.token_ids_L))
+            mark_dynamic(tokens)
+            self._embed = CompiledFunction(embed_tokens, model, *tokens, last_token_R, code=code)
+            x_MD = model.embed(prefill.logits_tokens_M)
+            mark_dynamic([x_MD])
+            draw = _example_draw(_NUM_LOGITS, model.device)
+            chosen = (model, x_MD, prefill.logits_rows_M, last_token_R, draw)
+            self._choose = CompiledFunction(choose_tokens, *chosen, code=code)
+            layers = _Layers(model, pools)
+            report("prefill")
+            self._prefill_layers = layers.prefill(prefill)
+            report("decode")
+            self._decode_layers = layers.decode(decode)
+            report("kernels")
         wait_for_kernels(model.device)
         report("trial run on the null slot")  # what is left to load or to initialise is so before requests come
-        self.prefill(prefill)
-        self.decode(decode)
+        self.prefill(prefill, draw)
+        self.decode(decode, _example_draw(len(decode.token_ids_B), model.device))
 
     @torch.no_grad()
-    def prefill(self, inputs: PrefillInputs) -> StepOutputs:
+    def prefill(self, inputs: PrefillInputs, draw: DrawInputs) -> StepOutputs:
         x_LD = self._embed(self._model, inputs.token_ids_L, torch.zeros_like(inputs.token_ids_L), self._last_token_R)
-        for mixing, feed_forward in self._prefill_layers[:-1]:
-            x_LD = feed_forward(mixing(x_LD, inputs))
-        mixing, feed_forward = self._prefill_layers[-1]
-        x_MD = feed_forward(mixing(x_LD, inputs)[inputs.logits_tokens_M])
-        return self._choose(self._model, x_MD, inputs.logits_rows_M, self._last_token_R)
+        *layers, last_feed_forward = self._prefill_layers
+        for layer in layers:
+            x_LD = layer(x_LD, inputs)
+        # Nothing reads what the last feed-forward makes of the other tokens.
+        x_MD = last_feed_forward(x_LD[inputs.logits_tokens_M], inputs)
+        return self._choose(self._model, x_MD, inputs.logits_rows_M, self._last_token_R, draw)
 
     @torch.no_grad()
-    def decode(self, inputs: DecodeInputs) -> StepOutputs:
+    def decode(self, inputs: DecodeInputs, draw: DrawInputs) -> StepOutputs:
         if inputs.max_context_len != self.max_context_len:
             raise ValueError(f"compiled for max_context_len={self.max_context_len}, not {inputs.max_context_len}")
         x_BD = self._embed(self._model, inputs.token_ids_B, inputs.request_rows_B, self._last_token_R)
         for layer in self._decode_layers:
             x_BD = layer(x_BD, inputs)
-        return self._choose(self._model, x_BD, inputs.request_rows_B, self._last_token_R)
+        return self._choose(self._model, x_BD, inputs.request_rows_B, self._last_token_R, draw)
 
 
-_Mixing: TypeAlias = Callable[[Tensor, PrefillInputs], Tensor]
-_FeedForward: TypeAlias = Callable[[Tensor], Tensor]
+_Layer: TypeAlias = Callable[[Tensor, Any], Tensor]  # of the residual stream and the inputs of the step
 
 
 class _Kinds:
@@ -118,43 +124,54 @@ class _Kinds:
         return self._kinds[kind]
 
 
-def _prefill_layers(
-    model: HybridModel, pools: Sequence[Sequence[MixerMemory]], inputs: PrefillInputs
-) -> list[tuple[_Mixing, _FeedForward]]:
-    """Of each block: its mixers, its feed-forward; what a block does not have returns the stream as it is."""
-    x_LD = model.embed(inputs.token_ids_L)
-    mark_dynamic([x_LD])
-    mixings, feed_forwards = _Kinds(_mix_prefill), _Kinds(_feed_forward_prefill)
+class _Layers:
+    """The layers of a model, compiled for steps with inputs like some examples."""
 
-    def mixing_of(block: Block, memories: Sequence[MixerMemory]) -> _Mixing:
-        mixing = block.mixing
-        if mixing is None:
-            return lambda x_LD, inputs: x_LD
-        run = mixings.of(mixing, x_LD, inputs, memories)
-        return lambda x_LD, inputs: run(mixing, x_LD, inputs, memories)
+    def __init__(self, model: HybridModel, pools: Sequence[Sequence[MixerMemory]]) -> None:
+        self._model = model
+        self._blocks = list(zip(model.blocks, pools, strict=True))
+        self._feed_forwards = _Kinds(_feed_forward_prefill)  # of those with one form, for decodes, too
 
-    def feed_forward_of(block: Block) -> _FeedForward:
-        feed_forward = block.feed_forward
-        if feed_forward is None:
-            return lambda x_ND: x_ND
-        return partial(feed_forwards.of(feed_forward, x_LD), feed_forward)
+    def prefill(self, inputs: PrefillInputs) -> list[_Layer]:
+        """Of each block its mixers, then its feed-forward; what a block lacks changes nothing."""
+        return self._halves(inputs, inputs.token_ids_L, _Kinds(_mix_prefill), self._feed_forwards)
 
-    layers = zip(model.blocks, pools, strict=True)
-    return [(mixing_of(block, memories), feed_forward_of(block)) for block, memories in layers]
+    def decode(self, inputs: DecodeInputs) -> list[_Layer]:
+        """As for a prefill, so that less is compiled; on CUDA one per block: fused, a block takes a launch less."""
+        if self._model.device.type != "cuda":
+            return self._halves(inputs, inputs.token_ids_B, _Kinds(_mix_decode), _Kinds(_feed_forward_decode))
+        x_BD, blocks = self._stream(inputs.token_ids_B), _Kinds(_decode_block)
+        return [_bound(blocks, block, x_BD, inputs, memories) for block, memories in self._blocks]
+
+    def _halves(self, inputs: Any, token_ids_N: Tensor, mixings: _Kinds, feed_forwards: _Kinds) -> list[_Layer]:
+        x_ND = self._stream(token_ids_N)
+        layers: list[_Layer] = []
+        for block, memories in self._blocks:
+            mixing, half = block.mixing, block.feed_forward
+            layers.append(_bound(mixings, mixing, x_ND, inputs, memories) if mixing is not None else _unchanged)
+            if half is None:
+                layers.append(_unchanged)
+            else:
+                kinds = self._feed_forwards if half.feed_forward.has_one_form else feed_forwards
+                layers.append(_bound(kinds, half, x_ND, None))
+        return layers
+
+    def _stream(self, token_ids_N: Tensor) -> Tensor:
+        x_ND = self._model.embed(token_ids_N)
+        mark_dynamic([x_ND])
+        return x_ND
 
 
-def _decode_layers(
-    model: HybridModel, pools: Sequence[Sequence[MixerMemory]], inputs: DecodeInputs
-) -> list[Callable[[Tensor, DecodeInputs], Tensor]]:
-    x_BD = model.embed(inputs.token_ids_B)
-    mark_dynamic([x_BD])
-    kinds = _Kinds(_decode_block)
+def _bound(kinds: _Kinds, layer: object, x_ND: Tensor, inputs: Any, *rest: Any) -> _Layer:
+    """The compiled function of a layer with everything but the stream and the inputs given."""
+    run = kinds.of(layer, x_ND, inputs, *rest)
+    if inputs is None:
+        return lambda x_ND, _: run(layer, x_ND, None)
+    return lambda x_ND, inputs: run(layer, x_ND, inputs, *rest)
 
-    def layer_of(block: Block, memories: Sequence[MixerMemory]) -> Callable[[Tensor, DecodeInputs], Tensor]:
-        run = kinds.of(block, x_BD, inputs, memories)
-        return lambda x_BD, inputs: run(block, x_BD, inputs, memories)
 
-    return [layer_of(block, memories) for block, memories in zip(model.blocks, pools, strict=True)]
+def _unchanged(x_ND: Tensor, _: Any) -> Tensor:
+    return x_ND
 
 
 def embed_tokens(model: HybridModel, token_ids_N: Tensor, request_rows_N: Tensor, last_token_R: Tensor) -> Tensor:
@@ -162,17 +179,28 @@ def embed_tokens(model: HybridModel, token_ids_N: Tensor, request_rows_N: Tensor
     return model.embed(known_tokens(token_ids_N, request_rows_N, last_token_R))
 
 
-def choose_tokens(model: HybridModel, x_MD: Tensor, request_rows_M: Tensor, last_token_R: Tensor) -> StepOutputs:
+def choose_tokens(
+    model: HybridModel, x_MD: Tensor, request_rows_M: Tensor, last_token_R: Tensor, draw: DrawInputs
+) -> StepOutputs:
     """The step's outputs from the residual stream behind the last block; writes `last_token_R`."""
-    return choose_greedily(model.logits(x_MD), request_rows_M, last_token_R)
+    logits_MV = model.logits(x_MD)
+    return outputs_of(logits_MV, model.kernels.draw_tokens(logits_MV, draw), request_rows_M, last_token_R)
 
 
 def _mix_prefill(mixing: MixerSublayer, x_LD: Tensor, inputs: PrefillInputs, memories: Sequence[MixerMemory]) -> Tensor:
     return mixing.prefill(x_LD, inputs, memories)
 
 
-def _feed_forward_prefill(feed_forward: FeedForwardSublayer, x_ND: Tensor) -> Tensor:
-    return feed_forward.prefill(x_ND)
+def _mix_decode(mixing: MixerSublayer, x_BD: Tensor, inputs: DecodeInputs, memories: Sequence[MixerMemory]) -> Tensor:
+    return mixing.decode(x_BD, inputs, memories)
+
+
+def _feed_forward_prefill(half: FeedForwardSublayer, x_ND: Tensor, _: None) -> Tensor:
+    return half.prefill(x_ND)
+
+
+def _feed_forward_decode(half: FeedForwardSublayer, x_ND: Tensor, _: None) -> Tensor:
+    return half.decode(x_ND)
 
 
 def _decode_block(block: Block, x_BD: Tensor, inputs: DecodeInputs, memories: Sequence[MixerMemory]) -> Tensor:
@@ -221,6 +249,13 @@ def _example_prefill(device: torch.device) -> PrefillInputs:
     mark_dynamic([*_tensors(inputs), *_tensors(layout)])
     mark_dynamic([layout.sequence_chunks_SJ], dim=1)
     return inputs
+
+
+def _example_draw(num_rows: int, device: torch.device) -> DrawInputs:
+    """Greedy rows."""
+    draw = draw_inputs(torch.zeros(len(DrawInputs._fields), num_rows, dtype=torch.int64, device=device))
+    mark_dynamic([option for option in draw if option is not None])
+    return draw
 
 
 def _tensors(inputs: PrefillInputs | DecodeInputs | RaggedLayout) -> list[Tensor]:

@@ -35,7 +35,7 @@ class SampledRows:
 
     places: tuple[int, ...]  # of the forward's sequences or rows
     requests: tuple[Request, ...]
-    sampling: tuple[SamplingRow, ...] | None  # None: all take the most likely token
+    sampling: tuple[SamplingRow, ...] | None  # None: the tokens that the step draws are all that is wanted
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class PreparedPrefill:
 @dataclass(frozen=True)
 class PreparedDecode:
     requests: tuple[Request, ...]  # [B]
-    fields_FB: Indices  # what `graphs.decode_runner.FIELDS` names
+    fields_FB: Indices  # what `graphs.decode_runner.DecodeRunner.run` takes
     checkpoints: SlotCopies | None
     sampled: SampledRows
 
@@ -115,7 +115,7 @@ def _prepare_decode(rows: Sequence[DecodeRow], table: RequestTable) -> PreparedD
 def _sampled_rows(requests: Sequence[Request], positions: Sequence[int], places: Sequence[int]) -> SampledRows:
     """`positions[i]` is the place in its text of the token that `requests[i]` would choose."""
     chosen = tuple(requests[place] for place in places)
-    if all(request.params.takes_most_likely and not request.forbidden_token_ids for request in chosen):
+    if all(request.params.only_draws and not request.forbidden_token_ids for request in chosen):
         return SampledRows(tuple(places), chosen, None)
     sampling = tuple(
         SamplingRow(

@@ -17,15 +17,16 @@ from hybrid_runtime.engine.prepared import PreparedDecode, PreparedPrefill, Prep
 from hybrid_runtime.engine.ranges import Range
 from hybrid_runtime.engine.results import ForwardResult, RankedLogprobs, SampledToken, ScoredToken, rank_logprobs
 from hybrid_runtime.engine.steps import EagerSteps, StepOutputs, Steps
-from hybrid_runtime.graphs.decode_runner import FIELDS, DecodeRunner, batch_buckets
+from hybrid_runtime.graphs.decode_runner import MODEL_FIELDS, DecodeRunner, batch_buckets
 from hybrid_runtime.graphs.read_back import ReadBack
+from hybrid_runtime.graphs.step_inputs import draw_inputs
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.ops.ragged import DEFAULT_CHUNK_SIZE
 from hybrid_runtime.sampling import GatheredLogprobs, SamplingInputs, gather_logprobs, sample
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.scheduler import ScheduledStep
 
-_ROWS = FIELDS.index("request_rows_B")
+_ROWS = MODEL_FIELDS.index("request_rows_B")
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class ModelRunner:
         inputs = batch.to_device(self.model.device, chunk_size=DEFAULT_CHUNK_SIZE)
         self.num_prefill_forwards += 1
         with self._autocast_off():
-            outputs = self.steps.prefill(inputs)
+            outputs = self.steps.prefill(inputs, draw_inputs(self._indices(batch.draw_FM)))
         scored = tuple((span, self._score(outputs.logits_BV, span)) for span in batch.scored)
         if batch.scored:
             last_rows_S = self._indices(batch.last_rows_S)
@@ -174,17 +175,19 @@ class ModelRunner:
         sampled: SampledRows,
         scored: tuple[tuple[ScoredSpan, GatheredLogprobs], ...],
     ) -> LaunchedForward:
-        """Samples the rows that want a token otherwise than greedily, and starts to read the results back."""
+        """Starts to read the results back, and does before what the step does not: change logits, find logprobs."""
         places, token_ids_B, logprobs = sampled.places, None, None
         if places:
             is_all = len(places) == len(requests)
             chosen = slice(None) if is_all else torch.tensor(places, device=self.model.device)
-            token_ids_B = outputs.greedy_ids_B[chosen]
+            token_ids_B = outputs.token_ids_B[chosen]
             if sampled.sampling is not None:
                 logits_BV = outputs.logits_BV[chosen]
                 options = SamplingInputs.build(sampled.sampling, logits_BV.shape[-1], logits_BV.device)
-                token_ids_B, logprobs = sample(logits_BV, options)
-                self.last_token_R.index_put_((self._indices(request_rows_B)[chosen],), token_ids_B)
+                drawn_B = token_ids_B
+                token_ids_B, logprobs = sample(logits_BV, options, drawn_B, self.model.kernels.draw_tokens)
+                if token_ids_B is not drawn_B:
+                    self.last_token_R.index_put_((self._indices(request_rows_B)[chosen],), token_ids_B)
         return LaunchedForward(
             requests,
             ReadBack(outputs.is_invalid_B),

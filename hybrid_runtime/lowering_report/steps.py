@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from hybrid_runtime.engine.compiled_steps import choose_tokens, embed_tokens
 from hybrid_runtime.graphs.compiled import mark_dynamic
 from hybrid_runtime.graphs.lowering.step import PoolArgument, Step, Trial
-from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory
+from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory, draw_inputs
 from hybrid_runtime.lowering_report.models import build_model
 from hybrid_runtime.lowering_report.trial import decode_trial
 from hybrid_runtime.memory.pools import Pool
@@ -23,6 +23,7 @@ from hybrid_runtime.models.block import Block
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.models.mixers import AttentionMixer, MixerMemory
 from hybrid_runtime.models.spec import BlockSpec, MoeSpec
+from hybrid_runtime.ops.draw import DrawInputs
 from hybrid_runtime.ops.kernels import compiled_kernels
 from hybrid_runtime.ops.ragged import RaggedLayout
 
@@ -57,7 +58,7 @@ def _decode_steps(name: str, model: HybridModel, memory: StepMemory, trial: Tria
     for kind, block, memories in _kinds_of_layers(model, memory):
         pools = _pools(block, memories, kv_rows=BATCH * CONTEXT, state_rows=BATCH)
         yield Step(f"{name}, {kind}", block.decode, (x_BD, inputs, memories), pools)
-    last = (model, x_BD, inputs.request_rows_B, last_token_R)
+    last = (model, x_BD, inputs.request_rows_B, last_token_R, _draw_inputs(BATCH))
     yield Step(f"{name}, last", choose_tokens, last)
 
 
@@ -81,7 +82,7 @@ def _prefill_steps(name: str, model: HybridModel, memory: StepMemory) -> Iterato
         seen |= {mixers, feed_forward}
     x_MD = torch.empty(len(PROMPTS), model.spec.hidden_size, dtype=model.dtype, device="cuda")
     mark_dynamic([x_MD])
-    last = (model, x_MD, inputs.logits_rows_M, last_token_R)
+    last = (model, x_MD, inputs.logits_rows_M, last_token_R, _draw_inputs(len(PROMPTS)))
     yield Step(f"{name}, last", choose_tokens, last, is_captured=False)
 
 
@@ -135,6 +136,12 @@ def _decode_inputs() -> DecodeInputs:
         max_context_len=CONTEXT,
         working_slots_B=_indices(BATCH),
     )
+
+
+def _draw_inputs(num_rows: int) -> DrawInputs:
+    draw = draw_inputs(torch.empty(len(DrawInputs._fields), num_rows, dtype=torch.int64, device="cuda"))
+    mark_dynamic([option for option in draw if option is not None])
+    return draw
 
 
 def _prefill_inputs() -> PrefillInputs:

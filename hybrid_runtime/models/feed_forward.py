@@ -6,6 +6,7 @@ Shapes: N tokens or rows, D hidden size, F intermediate size, E experts, K exper
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from torch import Tensor
 from torch.nn.functional import linear, silu
@@ -25,13 +26,16 @@ from hybrid_runtime.ops.ragged import state_dtype_for
 class FeedForward(ABC):
     """Maps tokens one by one. Both forms give the same result; `decode` has shapes that no routing changes."""
 
+    has_one_form: ClassVar[bool] = True
+
     @abstractmethod
     def prefill(self, x_ND: Tensor) -> Tensor:
         """Output `[N, D]`, in the form for many tokens."""
 
-    @abstractmethod
     def decode(self, x_ND: Tensor) -> Tensor:
         """Output `[N, D]`, in the form for few tokens: captured steps need it."""
+        assert self.has_one_form
+        return self.prefill(x_ND)
 
 
 class GatedMlp(FeedForward):
@@ -44,11 +48,10 @@ class GatedMlp(FeedForward):
         gate_NF, up_NF = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
         return self.kernels.linear(silu(gate_NF) * up_NF, *self.weights.down)
 
-    def decode(self, x_ND: Tensor) -> Tensor:
-        return self.prefill(x_ND)
-
 
 class MixtureOfExperts(FeedForward):
+    has_one_form = False
+
     def __init__(self, spec: MoeSpec, weights: MoeWeights, kernels: Kernels) -> None:
         self.spec = spec
         self.weights = weights

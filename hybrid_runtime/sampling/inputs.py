@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid_runtime.ops.draw import DrawInputs
 from hybrid_runtime.sampling_params import SamplingParams
 
 TokenIds = Sequence[int] | np.ndarray
@@ -52,27 +53,18 @@ class PenaltyInputs:
 
 
 @dataclass(frozen=True)
-class RandomInputs:
-    """How rows that are not greedy draw their token. A filter is None if no row uses it."""
-
-    is_greedy_B: Tensor  # bool
-    temperature_B: Tensor  # float64; greedy rows: 1
-    min_p_B: Tensor | None  # float64; off: 0
-    top_k_B: Tensor | None  # int64; off: V
-    top_p_B: Tensor | None  # float64; off: 1
-    seeds_B: Tensor  # int64
-    sample_indices_B: Tensor  # int64
-    positions_B: Tensor  # int64
-
-
-@dataclass(frozen=True)
 class SamplingInputs:
     """All options of B rows. A part is None if no row needs it, so that a plain greedy batch holds no tensor."""
 
     bias: BiasInputs | None
     penalties: PenaltyInputs | None
-    random: RandomInputs | None
+    draw: DrawInputs | None  # None: all rows are greedy
     num_logprobs: int | None  # the most that a row wants; None: no row wants any
+
+    @property
+    def change_logits(self) -> bool:
+        """Whether tokens are drawn from other logits than the model's."""
+        return self.bias is not None or self.penalties is not None
 
     @classmethod
     def build(cls, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str = "cpu") -> SamplingInputs:
@@ -84,7 +76,7 @@ class SamplingInputs:
         return cls(
             bias=_build_bias(rows, device),
             penalties=_build_penalties(rows, vocab_size, device),
-            random=_build_random(rows, vocab_size, device),
+            draw=_build_draw(rows, vocab_size, device),
             num_logprobs=max(wanted, default=None),
         )
 
@@ -124,17 +116,18 @@ def _build_penalties(rows: Sequence[SamplingRow], vocab_size: int, device: torch
     )
 
 
-def _build_random(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str) -> RandomInputs | None:
+def _build_draw(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str) -> DrawInputs | None:
     params = [row.params for row in rows]
     if all(p.is_greedy for p in params):
         return None
-    neutral = SamplingParams()  # a greedy row's filters choose nothing, and must not cost the others a sort
+    neutral = SamplingParams(
+        temperature=0
+    )  # a greedy row's filters choose nothing, and must not cost the others a sort
     active = [neutral if p.is_greedy else p for p in params]
     min_p = [p.min_p for p in active]
     top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in active]
     top_p = [p.top_p for p in active]
-    return RandomInputs(
-        is_greedy_B=torch.tensor([p.is_greedy for p in params], device=device),
+    return DrawInputs(
         temperature_B=_float64([p.temperature for p in active], device),
         min_p_B=_float64(min_p, device) if max(min_p) > 0 else None,
         top_k_B=_int64(top_k, device) if min(top_k) < vocab_size else None,

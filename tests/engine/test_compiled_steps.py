@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from hybrid_runtime import HybridRuntime
+from hybrid_runtime import HybridRuntime, SamplingParams
 from hybrid_runtime.engine.compiled_steps import CompiledSteps
 from hybrid_runtime.engine.steps import EagerSteps, Steps
 from hybrid_runtime.graphs.decode_runner import DecodeRunner, batch_buckets
-from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory
+from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory, draw_inputs
 from hybrid_runtime.models.adapters import adapt
 from hybrid_runtime.models.hybrid_model import HybridModel
+from hybrid_runtime.ops.draw import DrawInputs
 from hybrid_runtime.ops.kernels import compiled_kernels
 from tests.engine.helpers import (
     MIXER_KINDS,
@@ -60,11 +61,16 @@ class SteppedModel:
         return self._steps
 
     def prefill(self, inputs: PrefillInputs, memory: StepMemory) -> Tensor:
-        return self.steps(memory).prefill(inputs).logits_BV
+        return self.steps(memory).prefill(inputs, greedy_draw(len(inputs.logits_rows_M))).logits_BV
 
     def decode(self, inputs: DecodeInputs, memory: StepMemory) -> Tensor:
         steps = self.steps(memory)
-        return steps.decode(dataclasses.replace(inputs, max_context_len=steps.max_context_len)).logits_BV
+        inputs = dataclasses.replace(inputs, max_context_len=steps.max_context_len)
+        return steps.decode(inputs, greedy_draw(len(inputs.token_ids_B))).logits_BV
+
+
+def greedy_draw(num_rows: int) -> DrawInputs:
+    return draw_inputs(torch.zeros(len(DrawInputs._fields), num_rows, dtype=torch.int64))
 
 
 def quietly_compiled(model: HybridModel, memory: StepMemory, last_token_R: Tensor) -> CompiledSteps:
@@ -187,22 +193,26 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[tuple[str, HybridRuntim
         yield request.param, rt
 
 
+def padded_runner(rt: HybridRuntime) -> DecodeRunner:
+    """As captured steps have it."""
+    steps = rt._engine.runner.steps
+    return DecodeRunner(
+        steps.decode,
+        max_batch=8,
+        max_context_len=steps.max_context_len,
+        device=torch.device("cpu"),
+        buckets=batch_buckets(8),
+    )
+
+
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_generate_gives_the_tokens_of_eager_runs(
     compiled: tuple[str, HybridRuntime], is_padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mixed lengths, hits, preemptions; with buckets, as captured steps have them, and without."""
     kind, rt = compiled
-    runner = rt._engine.runner
     if is_padded:
-        padded = DecodeRunner(
-            runner.steps.decode,
-            max_batch=8,
-            max_context_len=runner.steps.max_context_len,
-            device=torch.device("cpu"),
-            buckets=batch_buckets(8),
-        )
-        monkeypatch.setattr(runner, "_decode_runner", padded)
+        monkeypatch.setattr(rt._engine.runner, "_decode_runner", padded_runner(rt))
     rt.reset_prefix_cache()
     rng = np.random.default_rng(8)
     prompts = [random_tokens(rng, length) for length in (1, 2, 65, 64, 130, 31)]
@@ -215,4 +225,40 @@ def test_generate_gives_the_tokens_of_eager_runs(
         poison_free_slots(rt)
         assert tokens_of(rt.generate(prompts, [greedy(count) for count in max_tokens])) == expected
     assert rt.stats().scheduler.num_preemptions > 0
+    assert_idle(rt)
+
+
+DRAWN: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.3},
+    {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 2.0, "min_p": 0.02, "top_k": 40, "top_p": 0.95},
+    {"temperature": 0.0},
+    {"temperature": 0.9, "presence_penalty": 1.5, "logprobs": 2},
+    {"temperature": 1.1, "logit_bias": {7: 4.0}, "top_p": 0.9},
+    {"temperature": 0.0, "logprobs": 1, "repetition_penalty": 1.2},
+)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_tokens_drawn_in_compiled_steps_are_those_of_eager_runs(
+    compiled: tuple[str, HybridRuntime], is_padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kind of options in one batch: what the step draws, and what is drawn behind it from changed logits."""
+    kind, rt = compiled
+    if is_padded:
+        monkeypatch.setattr(rt._engine.runner, "_decode_runner", padded_runner(rt))
+    rt.reset_prefix_cache()
+    rng = np.random.default_rng(9)
+    prompts = [random_tokens(rng, length) for length in (1, 5, 66, 64, 9, 31, 2, 17)]
+    params = [
+        SamplingParams(max_tokens=12 + place, seed=100 + place, ignore_eos=True, **options)
+        for place, options in enumerate(DRAWN)
+    ]
+    with runtime(kind, compile="off", enable_prefix_cache=False, max_num_seqs=1) as solo:
+        expected = [solo.generate(prompt, own)[0] for prompt, own in zip(prompts, params, strict=True)]
+    drawn = rt.generate(prompts, params)
+    assert tokens_of(drawn) == tokens_of(expected)
+    assert [output.outputs[0].logprobs is None for output in drawn] == [own.logprobs is None for own in params]
+    assert len({tuple(tokens) for tokens in tokens_of(drawn)}) == len(prompts)
     assert_idle(rt)

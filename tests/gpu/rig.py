@@ -16,10 +16,11 @@ from torch import Tensor
 
 from hybrid_runtime.engine.compiled_steps import CompiledSteps
 from hybrid_runtime.engine.steps import EagerSteps, StepOutputs, Steps
-from hybrid_runtime.graphs.decode_runner import FIELDS, DecodeRunner
-from hybrid_runtime.graphs.step_inputs import PrefillInputs, StepMemory
+from hybrid_runtime.graphs.decode_runner import MODEL_FIELDS, DecodeRunner
+from hybrid_runtime.graphs.step_inputs import PrefillInputs, StepMemory, draw_inputs
 from hybrid_runtime.memory.pools import Pool
 from hybrid_runtime.models.hybrid_model import HybridModel
+from hybrid_runtime.ops.draw import DrawInputs
 from hybrid_runtime.ops.kernels import compiled_kernels
 from hybrid_runtime.ops.ragged import DEFAULT_CHUNK_SIZE, RaggedLayout
 
@@ -88,7 +89,28 @@ class Rig:
             "context_lens_B": lens,
             "working_slots_B": rows,
         }
-        return np.stack([fields[name] for name in FIELDS]).astype(np.int64)
+        of_model = np.stack([fields[name] for name in MODEL_FIELDS]).astype(np.int64)
+        return np.vstack([of_model, self._draw_fields(lens)])
+
+    def draw(self, inputs: PrefillInputs) -> DrawInputs:
+        """For a prefill, as a decode has it."""
+        lens = inputs.context_lens_S.numpy()
+        return draw_inputs(torch.from_numpy(self._draw_fields(lens)).to(self.model.device))
+
+    def _draw_fields(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Every third row is greedy, every third has all filters, the others draw from all tokens."""
+        kinds = np.arange(len(positions)) % 3
+        floats = np.array([[0.0, 0.0, 1.0], [0.8, 0.05, 0.9], [1.3, 0.0, 1.0]])[kinds].T.copy().view(np.int64)
+        fields = {
+            "temperature_B": floats[0],
+            "min_p_B": floats[1],
+            "top_k_B": np.where(kinds == 1, 20, 2**62),
+            "top_p_B": floats[2],
+            "seeds_B": kinds - 1,
+            "sample_indices_B": kinds,
+            "positions_B": positions,
+        }
+        return np.stack([fields[name] for name in DrawInputs._fields]).astype(np.int64)
 
     def prefill_inputs(self, lengths: list[int], seed: int) -> PrefillInputs:
         """Sequences of the first requests, each behind a random number of tokens; logits of their last tokens."""

@@ -77,9 +77,10 @@ class StepChecks:
         worst = 0.0
         for lengths in PREFILLS:
             inputs, exact_inputs = (rig.prefill_inputs(lengths, seed=len(lengths)) for rig in (self.rig, self.exact))
-            outcome = self.rig.outcome(lambda inputs=inputs: self.steps.prefill(inputs))  # type: ignore[misc]
-            plain = self.rig.outcome(lambda inputs=inputs: eager.prefill(inputs))  # type: ignore[misc]
-            truth = self.exact.outcome(lambda inputs=exact_inputs: exact.prefill(inputs))  # type: ignore[misc]
+            draw = self.rig.draw(inputs)
+            outcome = self.rig.outcome(lambda inputs=inputs, draw=draw: self.steps.prefill(inputs, draw))  # type: ignore[misc]
+            plain = self.rig.outcome(lambda inputs=inputs, draw=draw: eager.prefill(inputs, draw))  # type: ignore[misc]
+            truth = self.exact.outcome(lambda inputs=exact_inputs, draw=draw: exact.prefill(inputs, draw))  # type: ignore[misc]
             worst = max(worst, _assert_within_budget(outcome, plain, truth, f"prefill of {lengths}"))
         return {"error over eager's": worst}
 

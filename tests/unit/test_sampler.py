@@ -217,10 +217,10 @@ def test_a_greedy_row_takes_the_lowest_id_of_several_maxima():
 
 def test_a_plain_greedy_batch_holds_no_tensor():
     rows = [SamplingRow(SamplingParams(temperature=0, top_p=0.5), 0, 0, 0)] * 3
-    assert SamplingInputs.build(rows, 10) == SamplingInputs(bias=None, penalties=None, random=None, num_logprobs=None)
+    assert SamplingInputs.build(rows, 10) == SamplingInputs(bias=None, penalties=None, draw=None, num_logprobs=None)
     mixed = SamplingInputs.build([*rows, SamplingRow(SamplingParams(), 0, 0, 0)], 10)
-    assert mixed.random is not None
-    assert mixed.random.top_p_B is None
+    assert mixed.draw is not None
+    assert mixed.draw.top_p_B is None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-30, 1.0, 1e300])

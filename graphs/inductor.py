@@ -1,0 +1,118 @@
+"""How Inductor is run: without checks whose answer is known, and with its C++ compiled while tracing goes on."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import CodeType
+from typing import Any
+
+_LOGGER = logging.getLogger(__name__)
+_TRIVIAL_KERNEL = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C" void kernel(float* out) { out[0] = 0; }
+"""
+
+
+def inductor_settings() -> AbstractContextManager[None]:
+    """In this context, Inductor's options are those that steps are compiled with; what the user has set stays."""
+    from torch._inductor import config
+
+    settings: dict[str, Any] = {}
+    known = config.get_config_copy()
+    if known.get("cpp.vec_isa_ok", True) is None:
+        # Whether the compiler knows what this processor does: Inductor would build programs for 7 seconds to find out.
+        # The kernels of `ops.cpu_kernels` need the same of it.
+        settings["cpp.vec_isa_ok"] = True
+    if "aot_inductor.enable_line_tables" in known:
+        settings["aot_inductor.enable_line_tables"] = False  # line numbers for debuggers: a fifth of a file's time
+    return config.patch(settings)
+
+
+@contextmanager
+def sources_read_once() -> Iterator[None]:
+    """Inside, torch reads and splits the source of a function once, not for every graph and every call in it.
+
+    It keeps the sources of all that a graph was made of: two seconds of tokenizing for a model of two kinds of layers.
+    """
+    from torch._dynamo.package import SourceInfo
+
+    add_code: Callable[[SourceInfo, CodeType], None] | None = getattr(SourceInfo, "add_code", None)
+    if add_code is None:
+        yield
+        return
+    known: dict[CodeType, Any] = {}
+
+    @functools.wraps(add_code)
+    def add_known_code(self: SourceInfo, code: CodeType) -> None:
+        if code not in known:
+            alone = SourceInfo(inlined_sources=set())
+            add_code(alone, code)
+            known[code] = alone.inlined_sources
+        self.inlined_sources |= known[code]
+
+    SourceInfo.add_code = add_known_code  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SourceInfo.add_code = add_code  # type: ignore[method-assign,assignment]
+
+
+@contextmanager
+def late_waits() -> Iterator[None]:
+    """Inside, graphs for a CPU are returned while their C++ is still being compiled; it is there when this is left.
+
+    Inductor waits for the compiler at the end of every graph, so that tracing and compiling, which need a core each,
+    take turns. Nothing that was compiled inside may be called there. Not for several threads at once.
+
+    Raises what the compiler raised. With a version of Inductor that waits elsewhere, it waits as always.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    wait: Callable[[AsyncCompile, dict[str, Any]], None] | None = getattr(AsyncCompile, "_wait_futures", None)
+    if wait is None:
+        yield
+        return
+    modules: list[tuple[AsyncCompile, dict[str, Any]]] = []
+
+    @functools.wraps(wait)
+    def note(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        modules.append((self, scope))
+
+    AsyncCompile._wait_futures = note  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AsyncCompile._wait_futures = wait  # type: ignore[method-assign,assignment]
+    for compiling, scope in modules:
+        wait(compiling, scope)
+
+
+def start_precompiling_headers() -> None:
+    """Has the header that all of Inductor's C++ includes compiled in another thread: 5 seconds, once per machine."""
+    _precompiling_headers()
+
+
+def wait_for_headers() -> None:
+    """Returns when what `start_precompiling_headers` started is done; at once if it was not called."""
+    if _precompiling_headers.cache_info().currsize:
+        _precompiling_headers().join()
+
+
+@functools.cache
+def _precompiling_headers() -> threading.Thread:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache  # here: two threads must not import one module
+
+    def precompile() -> None:
+        try:
+            with inductor_settings():
+                CppPythonBindingsCodeCache.load_pybinding(["float*"], _TRIVIAL_KERNEL)
+        except Exception as error:  # then the first graph will say what is wrong
+            _LOGGER.info("Inductor's headers are not compiled ahead: %s", error)
+
+    thread = threading.Thread(target=precompile, name="precompile-headers", daemon=True)
+    thread.start()
+    return thread
