@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from hybrid_runtime.graphs.inductor import inductor_settings, wait_for_headers
+from hybrid_runtime.graphs.inductor import inductor_settings
 from hybrid_runtime.graphs.signature import signature
 
 _LOGGER = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ class CompiledFunction:
         raises, for a graph break above all.
         """
         self._signature = signature(examples)
-        wait_for_headers()
         with inductor_settings():
             path = _path_of(function, self._signature, code)
             loaded = _load(path)

@@ -92,14 +92,11 @@ def late_waits() -> Iterator[None]:
 
 
 def start_precompiling_headers() -> None:
-    """Has the header that all of Inductor's C++ includes compiled in another thread: 5 seconds, once per machine."""
+    """Has the header that all of Inductor's C++ includes compiled in another thread: 5 seconds, once per machine.
+
+    Whoever needs it before it is there waits for it.
+    """
     _precompiling_headers()
-
-
-def wait_for_headers() -> None:
-    """Returns when what `start_precompiling_headers` started is done; at once if it was not called."""
-    if _precompiling_headers.cache_info().currsize:
-        _precompiling_headers().join()
 
 
 @functools.cache

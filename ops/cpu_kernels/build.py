@@ -16,7 +16,9 @@ from torch.utils import cpp_extension
 SOURCES = Path(__file__).parent
 # Contraction is off because the convolution must round as its PyTorch form does; the kernels say where they fuse.
 # The kernels run on torch's own threads: no OpenMP runtime is linked, only its `simd` pragmas are read.
-FLAGS = ["-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fopenmp-simd", "-fPIC"]
+# Of what -O3 adds to -O2, only the unrolling of short loops matters to them; the rest takes 3 of 13 seconds.
+OPTIMIZATION = ["-O2", "-fpeel-loops", "-fvect-cost-model=dynamic"]
+FLAGS = ["-std=c++17", *OPTIMIZATION, "-march=native", "-ffp-contract=off", "-fopenmp-simd", "-fPIC"]
 
 
 class CompilerNotFound(RuntimeError):
@@ -81,7 +83,10 @@ def _built_library(compiler: str, target: str) -> Path:
 
 
 def _compile(compiler: str, sources: list[Path], work: Path) -> Path:
-    """A library of `sources` in the folder `work`; the sources are compiled side by side."""
+    """A library of `sources` in the folder `work`.
+
+    Half of the cores compile them side by side: whoever has them built has Inductor's code compiled, too.
+    """
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
 
@@ -90,7 +95,7 @@ def _compile(compiler: str, sources: list[Path], work: Path) -> Path:
         _run(compiler, [*FLAGS, *includes, "-c", str(source), "-o", result])
         return result
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         objects = list(pool.map(compiled, sources))
     library = work / "kernels.so"
     _run(compiler, ["-shared", *objects, "-o", str(library), *libraries, "-ltorch_cpu"])

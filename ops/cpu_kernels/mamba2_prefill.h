@@ -18,7 +18,7 @@ namespace hybrid_runtime {
 
 constexpr int kTileVectors = 2;  // of 16 floats: with 4 tokens, 8 sums, 8 weights and 2 of the state are in registers
 constexpr int64_t kStateTileRows = 16 * kTileVectors;
-constexpr size_t kCachedBlocks = 4;  // which a head's state, once in the nearest cache, goes through
+constexpr size_t kCachedBlocks = 8;  // which a head's state, once in the nearest cache, goes through
 constexpr int64_t kCachedStateBytes = 512 << 10;  // of the states that one thread works on, half a usual L2 cache
 
 inline int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
@@ -94,8 +94,10 @@ inline void advance_tile(float* h_NR, const float* bc_N2T, int64_t state_dim, fl
   }
 }
 
-// The states of some heads, which one thread carries through a sequence, in tiles [head, tile, N, rows].
+// The states of some heads, which one thread carries through a sequence, in tiles [head, tile, N, rows]. Tiles start
+// with a cache line: vectors that lie across two lines take half as long again.
 struct HeadStates {
+  static constexpr int64_t kLineFloats = 16;
   int64_t head_dim, state_dim, num_tiles;
   std::vector<float> numbers;
 
@@ -103,9 +105,10 @@ struct HeadStates {
       : head_dim(head_dim),
         state_dim(state_dim),
         num_tiles(round_up(head_dim, kStateTileRows) / kStateTileRows),
-        numbers(num_heads * num_tiles * state_dim * kStateTileRows) {}
+        numbers(num_heads * num_tiles * state_dim * kStateTileRows + kLineFloats) {}
   float* tile(int64_t head, int64_t tile) {
-    return numbers.data() + (head * num_tiles + tile) * state_dim * kStateTileRows;
+    const int64_t first = -(reinterpret_cast<intptr_t>(numbers.data()) / int64_t{sizeof(float)}) & (kLineFloats - 1);
+    return numbers.data() + first + (head * num_tiles + tile) * state_dim * kStateTileRows;
   }
   // The first number of a row; the others follow `kStateTileRows` apart.
   float* row(int64_t head, int64_t row) { return tile(head, row / kStateTileRows) + row % kStateTileRows; }
