@@ -18,18 +18,36 @@ extern "C" void kernel(float* out) { out[0] = 0; }
 
 
 def inductor_settings() -> AbstractContextManager[None]:
-    """In this context, Inductor's options are those that steps are compiled with; what the user has set stays."""
+    """In this context, Inductor's options are those that steps are compiled with."""
     from torch._inductor import config
 
     settings: dict[str, Any] = {}
-    known = config.get_config_copy()
-    if known.get("cpp.vec_isa_ok", True) is None:
-        # Whether the compiler knows what this processor does: Inductor would build programs for 7 seconds to find out.
-        # The kernels of `ops.cpu_kernels` need the same of it.
-        settings["cpp.vec_isa_ok"] = True
-    if "aot_inductor.enable_line_tables" in known:
+    if "aot_inductor.enable_line_tables" in config.get_config_copy():
         settings["aot_inductor.enable_line_tables"] = False  # line numbers for debuggers: a fifth of a file's time
     return config.patch(settings)
+
+
+@functools.cache
+def pick_instructions() -> None:
+    """Lets Inductor choose the vector instructions of its C++ without trying them out, which takes 7 seconds.
+
+    It would build programs to find out whether the compiler knows what this processor does. The kernels of
+    `ops.cpu_kernels` need the same of the compiler. Its matrix instructions (AMX) are tried as always.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    check = getattr(cpu_vec_isa.VecISA, "check_build", None)
+    if check is None:
+        return
+
+    def is_known(self: cpu_vec_isa.VecISA, code: str) -> bool:
+        return check(self, code) if "_tile_" in code else True
+
+    cpu_vec_isa.VecISA.check_build = is_known  # type: ignore[method-assign]
+    try:
+        cpu_vec_isa.pick_vec_isa()  # which remembers it
+    finally:
+        cpu_vec_isa.VecISA.check_build = check  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -102,6 +120,8 @@ def start_precompiling_headers() -> None:
 @functools.cache
 def _precompiling_headers() -> threading.Thread:
     from torch._inductor.codecache import CppPythonBindingsCodeCache  # here: two threads must not import one module
+
+    pick_instructions()
 
     def precompile() -> None:
         try:

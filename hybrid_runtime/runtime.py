@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from hybrid_runtime.config import RuntimeConfig, invalid, require_int
-from hybrid_runtime.engine.build import build_engine
+from hybrid_runtime.engine.build import build_engine, start_building_kernels
 from hybrid_runtime.engine.cache_file import load_cache, save_cache
 from hybrid_runtime.engine.intake import RequestIntake
 from hybrid_runtime.engine.memory import EngineMemory
@@ -22,10 +21,12 @@ from hybrid_runtime.engine.request_group import Prompt, RequestGroup
 from hybrid_runtime.engine.stats import collect_stats
 from hybrid_runtime.inspection.view import PrefixCacheView
 from hybrid_runtime.models.hybrid_model import HybridModel
-from hybrid_runtime.models.loading import load_model
 from hybrid_runtime.outputs import PrefixCacheFile, RequestOutput, RuntimeStats
 from hybrid_runtime.sampling_params import SamplingParams
 from hybrid_runtime.text.chat import ChatOptions, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class HybridRuntime:
@@ -49,12 +50,16 @@ class HybridRuntime:
         **overrides: Any,
     ) -> None:
         self.config = RuntimeConfig.with_overrides(config, overrides)
-        if not isinstance(model, PreTrainedModel | str | os.PathLike):
-            raise invalid("model", model, "must be a transformers model, a checkpoint folder, a hub id or 'tiny'")
         if tokenizer is not None and not hasattr(tokenizer, "decode"):
             raise invalid("tokenizer", tokenizer, "must be a transformers tokenizer")
+        device = _device(self.config.device)
+        if _is_at_hand(model):
+            start_building_kernels(self.config, device)
+        # Here: it imports transformers, which takes two seconds, and the compiler is at work meanwhile.
+        from hybrid_runtime.models.loading import load_model
+
         dtype = None if self.config.dtype is None else getattr(torch, self.config.dtype)
-        loaded = load_model(model, dtype, _device(self.config.device), needs_tokenizer=tokenizer is None)
+        loaded = load_model(model, dtype, device, needs_tokenizer=tokenizer is None)
         self.model = loaded.hybrid_model
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
         self.plan, self._engine = build_engine(self.config, self.model, self.tokenizer)
@@ -343,6 +348,13 @@ class HybridRuntime:
     def _require_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("the runtime is closed")
+
+
+def _is_at_hand(model: object) -> bool:
+    """Whether it is a model in memory or a folder, and neither a hub id, which may be long in coming, nor a mistake."""
+    if isinstance(model, str | os.PathLike):
+        return model == "tiny" or os.path.isdir(os.path.expanduser(model))
+    return isinstance(model, torch.nn.Module)
 
 
 def _device(name: str) -> torch.device:

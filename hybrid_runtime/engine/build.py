@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -29,6 +30,16 @@ from hybrid_runtime.scheduling.scheduler import Scheduler
 from hybrid_runtime.text.detokenizer import TokenDecoder
 
 _LOGGER = logging.getLogger(__name__)
+
+
+def start_building_kernels(config: RuntimeConfig, device: torch.device) -> None:
+    """Has the kernels that compiled steps run on a CPU built in other threads, while a model is loaded.
+
+    What is wrong with the compiler is said when the engine is built.
+    """
+    if config.compile == "auto" and device.type == "cpu":
+        with suppress(RuntimeError):
+            compiled_kernels(device)
 
 
 def build_engine(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hybrid_runtime.config import DTYPES
+from hybrid_runtime.config import DTYPES, invalid
 from hybrid_runtime.errors import UnsupportedModelError
 from hybrid_runtime.models.adapters import adapt, supported_architectures
 from hybrid_runtime.models.hybrid_model import HybridModel
@@ -51,11 +51,13 @@ def load_model(
     it is not needed, or if there is none that can be loaded (the reason is logged).
 
     Raises FileNotFoundError if there is no such folder and no such hub id, UnsupportedModelError for an architecture,
-    or an option of its config, that has no adapter, ValueError for weights that are missing from a checkpoint or whose
-    dtype is not one of `DTYPES`.
+    or an option of its config, that has no adapter, ValueError for a source of another kind and for weights that are
+    missing from a checkpoint or whose dtype is not one of `DTYPES`.
     """
     if isinstance(source, PreTrainedModel):
         return _loaded(_converted(source, dtype, device), None, source.config.name_or_path or source.config.model_type)
+    if not isinstance(source, str | os.PathLike):
+        raise invalid("model", source, "must be a transformers model, a checkpoint folder, a hub id or 'tiny'")
     name = str(source)
     path = str(_tiny_checkpoint()) if name == "tiny" else os.path.expanduser(name)
     if not Path(path).is_dir() and (isinstance(source, os.PathLike) or _is_path(name)):
