@@ -172,7 +172,8 @@ class SchedulerStats:
     num_preemptions: int = 0
     num_steps: int = 0
     num_prefill_tokens: int = 0  # computed, not skipped
-    num_decode_tokens: int = 0
+    num_decode_tokens: int = 0  # computed, the wasted ones included
+    num_wasted_rows: int = 0  # decode rows of requests that, with overlap, turned out to have ended one step before
 
 
 @dataclass(frozen=True)

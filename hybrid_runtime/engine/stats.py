@@ -38,6 +38,7 @@ def collect_stats(engine: Engine) -> RuntimeStats:
             num_steps=engine.num_steps,
             num_prefill_tokens=engine.num_prefill_tokens,
             num_decode_tokens=engine.num_decode_tokens,
+            num_wasted_rows=engine.num_wasted_rows,
         ),
         host_cache=None if engine.memory.tier is None else _host_stats(engine.memory.tier),
     )

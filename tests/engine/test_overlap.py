@@ -55,7 +55,7 @@ def outcomes(outputs: list[RequestOutput]) -> list[Any]:
 
 
 def waste(rt: HybridRuntime) -> int:
-    return rt._engine.num_wasted_rows
+    return rt.stats().scheduler.num_wasted_rows
 
 
 @pytest.fixture
