@@ -137,6 +137,7 @@ def compiled_kernels(device: torch.device) -> Kernels:
             mamba2_step=cpu_kernels.mamba2_step,
             gdn_step=cpu_kernels.gdn_step,
             kda_step=cpu_kernels.kda_step,
+            prefill_attention=cpu_kernels.prefill_attention,
             decode_attention=cpu_kernels.decode_attention,
             decode_mla=cpu_kernels.decode_mla,
             draw_tokens=cpu_kernels.draw_tokens,

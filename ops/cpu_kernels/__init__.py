@@ -22,6 +22,7 @@ from hybrid_runtime.ops.cpu_kernels.twins import (
     linear,
     mamba2_chunked,
     mamba2_step,
+    prefill_attention,
 )
 
 __all__ = [
@@ -41,5 +42,6 @@ __all__ = [
     "pack_all",
     "packed_linear",
     "packing_pays",
+    "prefill_attention",
     "start_building",
 ]

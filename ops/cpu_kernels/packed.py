@@ -17,6 +17,8 @@ from hybrid_runtime.ops.cpu_kernels import huge_pages
 from hybrid_runtime.ops.cpu_kernels.build import ensure_built, ensure_built_or_building
 
 PANEL_OUTPUTS = 32
+# Whether this processor has an instruction for products of bfloat16; without one, these kernels are slow.
+MULTIPLIES_BFLOAT16 = bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
 
 _library = torch.library.Library("hybrid_runtime_cpu", "FRAGMENT")
 _library.define("packed_linear(Tensor x, Tensor packed, int num_outputs, Tensor? bias_O) -> Tensor")
@@ -28,7 +30,7 @@ def packing_pays(weight: Tensor) -> bool:
     Where it doesn't, `packed_linear` is right but slow; `linear` reads weights as they are.
     """
     packable = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.dim() == 2
-    return packable and bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
+    return packable and MULTIPLIES_BFLOAT16
 
 
 def pack(weight_OI: Tensor) -> Tensor:

@@ -30,6 +30,10 @@ _library.define(
     "Tensor token_offset_L, Tensor state_sequence_R, Tensor state_length_R, Tensor state_end_R) -> (Tensor, Tensor)"
 )
 _library.define(
+    "prefill_attention(Tensor q_LHD, Tensor k_pool, Tensor v_pool, Tensor req_to_token, Tensor request_rows_S, "
+    "Tensor context_lens_S, Tensor lengths_S, Tensor starts_S, float scale, int window) -> Tensor"
+)
+_library.define(
     "decode_attention(Tensor q_BHD, Tensor k_pool, Tensor v_pool, Tensor req_to_token, Tensor request_rows_B, "
     "Tensor context_lens_B, float scale, int window) -> Tensor"
 )
@@ -101,6 +105,23 @@ def _causal_conv(
 ) -> tuple[Tensor, Tensor]:
     ensure_built_or_building()
     return x_LD.new_empty(x_LD.shape), x_LD.new_empty(state_sequence_R.shape[0], *windows_SWD.shape[1:])
+
+
+@torch.library.register_fake("hybrid_runtime_cpu::prefill_attention", lib=_library)
+def _prefill_attention(
+    q_LHD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    req_to_token: Tensor,
+    request_rows_S: Tensor,
+    context_lens_S: Tensor,
+    lengths_S: Tensor,
+    starts_S: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    ensure_built_or_building()
+    return q_LHD.new_empty(*q_LHD.shape[:2], v_pool.shape[2])
 
 
 @torch.library.register_fake("hybrid_runtime_cpu::decode_attention", lib=_library)

@@ -13,11 +13,13 @@ from torch.nn import functional
 from hybrid_runtime.ops import attention, conv, gdn, kda, mamba2, opaque
 from hybrid_runtime.ops.cpu_kernels import schemas  # noqa: F401 (defines the operators)
 from hybrid_runtime.ops.cpu_kernels.build import ensure_built
+from hybrid_runtime.ops.cpu_kernels.packed import MULTIPLIES_BFLOAT16
 from hybrid_runtime.ops.draw import DrawInputs, require_drawable
 from hybrid_runtime.ops.ragged import RaggedLayout
 
 _NARROW = {torch.bfloat16, torch.float32}
 _ops = torch.ops.hybrid_runtime_cpu
+_NO_WINDOW = 2**40  # more than any context
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -114,6 +116,33 @@ def causal_conv(
         layout.state_sequence_R,
         layout.state_length_R,
         first_R + layout.chunk_mask_CQ[layout.state_chunk_R].sum(dim=1),
+    )
+
+
+def prefill_attention(
+    q_LHD: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    req_to_token: Tensor,
+    request_rows_S: Tensor,
+    context_lens_S: Tensor,
+    layout: RaggedLayout,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """As `ops.attention.prefill_attention`, in bfloat16; other dtypes, or a processor that does not multiply bfloat16,
+    run that.
+
+    Weights of the values are rounded to bfloat16, as in the CPU's own fused attention.
+    """
+    table = (req_to_token, request_rows_S, context_lens_S)
+    if {q_LHD.dtype, k_pool.dtype, v_pool.dtype} != {torch.bfloat16} or not MULTIPLIES_BFLOAT16:
+        return opaque.prefill_attention(q_LHD, k_pool, v_pool, *table, layout, scale=scale, window=window)
+    _build_unless_traced()
+    lengths = (layout.lengths_S, layout.starts_S)
+    return _ops.prefill_attention(
+        q_LHD, k_pool, v_pool, *table, *lengths, scale, _NO_WINDOW if window is None else window
     )
 
 

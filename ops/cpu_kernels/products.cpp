@@ -1,5 +1,7 @@
-// Registers the linear layer with packed weights for CPU tensors. Its schema stands in packed.py.
+// Registers the kernels that multiply rows with panels: the linear layer with packed weights (its schema stands in
+// packed.py) and the attention of a prefill.
 #include "packed_linear.h"
+#include "prefill_attention.h"
 
 namespace hybrid_runtime {
 
@@ -41,4 +43,5 @@ Tensor packed_linear(const Tensor& x, const Tensor& packed, int64_t num_outputs,
 
 STABLE_TORCH_LIBRARY_IMPL(hybrid_runtime_cpu, CPU, library) {
   library.impl("packed_linear", TORCH_BOX(&hybrid_runtime::packed_linear));
+  library.impl("prefill_attention", TORCH_BOX(&hybrid_runtime::prefill_attention));
 }
