@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import logging
 import threading
@@ -130,6 +131,8 @@ def _precompiling_headers() -> threading.Thread:
         except Exception as error:  # then the first graph will say what is wrong
             _LOGGER.info("Inductor's headers are not compiled ahead: %s", error)
 
-    thread = threading.Thread(target=precompile, name="precompile-headers", daemon=True)
+    # Settings of Inductor's that its user has changed belong to a context, and threads begin with an empty one.
+    run = contextvars.copy_context().run
+    thread = threading.Thread(target=run, args=(precompile,), name="precompile-headers", daemon=True)
     thread.start()
     return thread

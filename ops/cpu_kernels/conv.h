@@ -48,6 +48,7 @@ inline void weigh_fixed_taps(const X* const* taps, const C* weight_WD, bool has_
 #pragma omp simd
   for (int64_t d = 0; d < count; ++d) {
     C total = load<C>(taps[0][d]) * weight_WD[d];
+#pragma GCC unroll 8  // or the loop around it is not vectorised
     for (int tap = 1; tap < TAPS; ++tap) total += load<C>(taps[tap][d]) * weight_WD[tap * count + d];
     y_D[d] = store<X>(has_bias ? total + weight_WD[TAPS * count + d] : total);
   }

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
+import pytest
+import torch
+
 from hybrid_runtime import SamplingParams
+from tests.engine.helpers import model_of, runtime_of
 from tests.engine.loop_helpers import PROMPTS, token_ids_of
+from tests.ops.draw_cases import OFF, RowOptions, possible_tokens
 
 # Samples and seeds.
 
@@ -48,6 +56,36 @@ def test_without_seeds_the_runtimes_makes_whole_runs_reproducible(make):
     assert first == run(1)
     assert first != run(2)
     assert len(set(first)) == 4  # every request has a seed of its own
+
+
+DRAWN: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.3, "seed": 1, "n": 2},
+    {"temperature": 0.9, "seed": 2, "n": 2, "top_k": 4, "top_p": 0.8},
+    {"temperature": 0.0, "seed": 3},
+    {"temperature": 2.0, "seed": 4, "min_p": 0.05},
+    {"temperature": 1.0, "seed": 5, "logit_bias": {9: 3.0}},
+)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_token_is_the_draw_of_its_seed_sample_and_place(overlap: bool) -> None:
+    """From transformers' logits of the whole text, in float64: prompts in chunks, all options in one batch."""
+    prompts = [*PROMPTS, [3 + place for place in range(20)]]
+    params = [SamplingParams(max_tokens=7, ignore_eos=True, **options) for options in DRAWN]
+    with runtime_of("gdn", overlap=overlap, max_num_batched_tokens=12) as rt:
+        outputs = rt.generate(prompts, params)
+    model = copy.deepcopy(model_of("gdn")).double()
+    for prompt, output, own in zip(prompts, outputs, params, strict=True):
+        for sample in output.outputs:
+            with torch.no_grad():
+                logits_LV = model(torch.tensor([[*prompt, *sample.token_ids]])).logits[0]
+            for token, bias in (own.logit_bias or {}).items():
+                logits_LV[:, token] += bias
+            for position, token in enumerate(sample.token_ids, start=len(prompt)):
+                row = RowOptions(
+                    own.temperature, own.min_p, own.top_k or OFF, own.top_p, own.seed or 0, sample.index, position
+                )
+                assert token in possible_tokens(logits_LV[position - 1], row), (prompt, sample.index, position)
 
 
 # The progress bar.

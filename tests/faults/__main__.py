@@ -1,11 +1,14 @@
 """Plants each fault of the table in a copy of the sources, runs its tests there, and prints what came of it.
 
+    python -m tests.faults [--list] [WORD ...]
+
 A fault is caught if each of its tests fails; the same tests pass on an unchanged copy. Exits with 1 if one is missed.
-`python -m tests.faults WORD ...` plants the faults whose names hold one of the words.
+With words, only faults whose names hold one of them are planted; `--list` prints the names, and plants nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +25,17 @@ BASELINE_TIMEOUT = 900  # seconds for all tests on the unchanged copy
 WIDTH = 200  # of a table that goes to no terminal
 
 
-def main(words: Sequence[str]) -> int:
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+def main(arguments: Sequence[str]) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    words: list[str] = options.words
     faults = [fault for fault in all_faults() if not words or any(word in fault.name for word in words)]
+    if not faults:
+        parser.error(f"no fault's name holds {' or '.join(map(repr, words))}: --list prints them")
+    if options.list:
+        print(*(fault.name for fault in faults), sep="\n")
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     tests = sorted({test for fault in faults for test in fault.tests})
     console.print(f"{len(faults)} faults; first their {len(tests)} tests on an unchanged copy")
     baseline = run_tests(None, tests, timeout=BASELINE_TIMEOUT)
@@ -39,6 +50,16 @@ def main(words: Sequence[str]) -> int:
         console.print(f"\nMISSED: {name}\n{reason}", markup=False)
     console.print(f"{len(faults) - len(missed)} caught, {len(missed)} missed")
     return 1 if missed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults",
+        description="Plants each fault of the table in a copy of the sources, and sees whether its tests fail: minutes.",
+    )
+    parser.add_argument("words", nargs="*", metavar="WORD", help="plant only faults whose names hold one of the words")
+    parser.add_argument("--list", action="store_true", help="print the faults' names, and plant nothing")
+    return parser
 
 
 def _table(faults: Sequence[Fault], reasons: Sequence[str | None], not_built: Sequence[NotBuilt]) -> Table:
