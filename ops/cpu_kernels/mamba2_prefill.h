@@ -41,8 +41,33 @@ struct TokenVectors {
   const float* of(int64_t token, int64_t group) const { return numbers.data() + (group * num_tokens + token) * width; }
 };
 
+// Time steps and what each leaves of the state, as floats [L, H].
+struct TokenDecays {
+  int64_t num_heads;
+  std::vector<float> dt, decay;
+
+  TokenDecays(const View& dt_LH, const View& a_H) : num_heads(dt_LH.sizes[1]) {
+    dt.resize(dt_LH.sizes[0] * num_heads);
+    decay.resize(dt.size());
+    std::vector<float> rate_H(num_heads);
+    read_last_axis(a_H, 1, 0, 0, rate_H.data());
+    torch::stable::parallel_for(0, dt_LH.sizes[0], 64, [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token) {
+        float *dt_of = dt.data() + token * num_heads, *decay_of = decay.data() + token * num_heads;
+        read_last_axis(dt_LH, 2, token, 0, dt_of);
+#pragma omp simd
+        for (int64_t head = 0; head < num_heads; ++head) decay_of[head] = exp_nonpositive(dt_of[head] * rate_H[head]);
+        for (int64_t head = 0; head < num_heads; ++head) {  // no model has it
+          if (dt_of[head] * rate_H[head] > 0) decay_of[head] = std::exp(dt_of[head] * rate_H[head]);
+        }
+      }
+    });
+  }
+};
+
 struct Mamba2Prefill {
-  View x_LHP, dt_LH, a_H, h0_SHPN, y_LHP, states_RHPN;
+  View x_LHP, h0_SHPN, y_LHP, states_RHPN;
+  TokenDecays decays;
   TokenVectors b, c;
   std::vector<float> b_dot_c;  // [L, G, T]: of each token's c with b of the block's tokens up to it
 };
@@ -65,8 +90,8 @@ using TileTokens = Floats[kBlockTokens][kTileVectors];  // of each token of a bl
 
 // A tile of the state [N, rows]: returns h · c_t in `h_dot_c_TR`, then lets h decay and adds Σ_j weight_j b_j. Rows lie in
 // lanes, so that no sum runs across them; the numbers b and c of one n lie together, [N, 2, T].
-inline void advance_tile(float* h_NR, const float* bc_N2T, int64_t state_dim, float decay, const TileTokens& weight_TR,
-                         TileTokens& h_dot_c_TR) {
+[[gnu::always_inline]] inline void advance_tile(float* h_NR, const float* bc_N2T, int64_t state_dim, float decay,
+                                                const TileTokens& weight_TR, TileTokens& h_dot_c_TR) {
   // Copies that nobody else can see stay in registers.
   TileTokens weight, h_dot_c{};
   for (int t = 0; t < kBlockTokens; ++t) {
@@ -163,10 +188,10 @@ struct BlockDecays {
   float reach[kBlockTokens][kBlockTokens];  // [t][j]: of token j's input, behind token t
 
   BlockDecays(const Mamba2Prefill& p, const Block& block, int64_t head) {
-    const float a = read_scalar<float>(p.a_H, head);
     for (int t = 0; t < kBlockTokens; ++t) {
-      dt[t] = t < block.count ? read_scalar<float>(p.dt_LH, block.begin + t, head) : 0.0f;
-      const float decay = std::exp(dt[t] * a);
+      const int64_t place = (block.begin + t) * p.decays.num_heads + head;
+      dt[t] = t < block.count ? p.decays.dt[place] : 0.0f;
+      const float decay = t < block.count ? p.decays.decay[place] : 1.0f;
       kept[t] = t == 0 ? decay : kept[t - 1] * decay;
       for (int j = 0; j < t; ++j) reach[t][j] = reach[t - 1][j] * decay;
       reach[t][t] = 1;
@@ -290,11 +315,10 @@ inline std::tuple<Tensor, Tensor> mamba2_prefill(const Tensor& x, const Tensor& 
   Tensor y = torch::stable::new_empty(x, {num_tokens, num_heads, head_dim});
   Tensor states = torch::stable::new_empty(first_states, {num_states, num_heads, head_dim, state_dim});
   Mamba2Prefill p{x_LHP,
-                  dt_LH,
-                  a_H,
                   h0_SHPN,
                   view_of(y, "y_LHP", {num_tokens, num_heads, head_dim}),
                   view_of(states, "states_RHPN", {num_states, num_heads, head_dim, state_dim}),
+                  TokenDecays(dt_LH, a_H),
                   TokenVectors(b_LGN),
                   TokenVectors(c_LGN),
                   std::vector<float>(num_tokens * num_groups * kBlockTokens)};
