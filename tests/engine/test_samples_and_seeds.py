@@ -63,7 +63,7 @@ DRAWN: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "seed": 2, "n": 2, "top_k": 4, "top_p": 0.8},
     {"temperature": 0.0, "seed": 3},
     {"temperature": 2.0, "seed": 4, "min_p": 0.05},
-    {"temperature": 1.0, "seed": 5, "logit_bias": {9: 3.0}},
+    {"temperature": 1.0, "seed": 5, "logit_bias": {9: 6.0}},
 )
 
 

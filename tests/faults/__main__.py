@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults",
-        description="Plants each fault of the table in a copy of the sources, and sees whether its tests fail: minutes.",
+        description="Plants each fault of the table in a copy of the sources and sees whether its tests fail: minutes.",
     )
     parser.add_argument("words", nargs="*", metavar="WORD", help="plant only faults whose names hold one of the words")
     parser.add_argument("--list", action="store_true", help="print the faults' names, and plant nothing")
