@@ -12,6 +12,7 @@ from types import CodeType
 from typing import Any
 
 _LOGGER = logging.getLogger(__name__)
+_PATCHING = threading.Lock()  # held while a method of Inductor's is replaced
 _TRIVIAL_KERNEL = """
 #include <torch/csrc/inductor/cpp_prefix.h>
 extern "C" void kernel(float* out) { out[0] = 0; }
@@ -37,25 +38,34 @@ def pick_instructions() -> None:
     """
     from torch._inductor import cpu_vec_isa
 
-    check = getattr(cpu_vec_isa.VecISA, "check_build", None)
-    if check is None:
-        return
+    with _PATCHING:
+        check = getattr(cpu_vec_isa.VecISA, "check_build", None)
+        if check is None:
+            return
 
-    def is_known(self: cpu_vec_isa.VecISA, code: str) -> bool:
-        return check(self, code) if "_tile_" in code else True
+        def is_known(self: cpu_vec_isa.VecISA, code: str) -> bool:
+            return check(self, code) if "_tile_" in code else True
 
-    cpu_vec_isa.VecISA.check_build = is_known  # type: ignore[method-assign]
-    try:
-        cpu_vec_isa.pick_vec_isa()  # which remembers it
-    finally:
-        cpu_vec_isa.VecISA.check_build = check  # type: ignore[method-assign]
+        cpu_vec_isa.VecISA.check_build = is_known  # type: ignore[method-assign]
+        try:
+            cpu_vec_isa.pick_vec_isa()  # which remembers it
+        finally:
+            cpu_vec_isa.VecISA.check_build = check  # type: ignore[method-assign]
+
+
+@contextmanager
+def many_graphs() -> Iterator[None]:
+    """Inside, many graphs for a CPU are compiled in the time that they need at least. One thread at a time."""
+    with _PATCHING, sources_read_once(), late_waits():
+        yield
 
 
 @contextmanager
 def sources_read_once() -> Iterator[None]:
     """Inside, torch reads and splits the source of a function once, not for every graph and every call in it.
 
-    It keeps the sources of all that a graph was made of: two seconds of tokenizing for a model of two kinds of layers.
+    Not for several threads at once. It keeps the sources of all that a graph was made of: two seconds of tokenizing for
+    a model of two kinds of layers.
     """
     from torch._dynamo.package import SourceInfo
 
@@ -85,9 +95,11 @@ def late_waits() -> Iterator[None]:
     """Inside, graphs for a CPU are returned while their C++ is still being compiled; it is there when this is left.
 
     Inductor waits for the compiler at the end of every graph, so that tracing and compiling, which need a core each,
-    take turns. Nothing that was compiled inside may be called there. Not for several threads at once.
+    take turns. Nothing that was compiled inside may be called there. It concerns the calling thread alone, but not for
+    several threads at once.
 
-    Raises what the compiler raised. With a version of Inductor that waits elsewhere, it waits as always.
+    Raises what the compiler raised, when it is done with all of them. With a version of Inductor that waits elsewhere,
+    it waits as always.
     """
     from torch._inductor.async_compile import AsyncCompile
 
@@ -96,18 +108,28 @@ def late_waits() -> Iterator[None]:
         yield
         return
     modules: list[tuple[AsyncCompile, dict[str, Any]]] = []
+    here = threading.get_ident()
 
     @functools.wraps(wait)
     def note(self: AsyncCompile, scope: dict[str, Any]) -> None:
-        modules.append((self, scope))
+        if threading.get_ident() == here:
+            modules.append((self, scope))
+        else:  # its user is going to call what was compiled
+            wait(self, scope)
 
     AsyncCompile._wait_futures = note  # type: ignore[method-assign]
     try:
         yield
     finally:
         AsyncCompile._wait_futures = wait  # type: ignore[method-assign,assignment]
+    errors = []
     for compiling, scope in modules:
-        wait(compiling, scope)
+        try:
+            wait(compiling, scope)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def start_precompiling_headers() -> None:

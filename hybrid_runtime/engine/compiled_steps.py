@@ -17,7 +17,7 @@ from torch import Tensor
 from hybrid_runtime.engine.code_digest import code_digest
 from hybrid_runtime.engine.steps import StepOutputs, known_tokens, outputs_of
 from hybrid_runtime.graphs.compiled import CompiledFunction, mark_dynamic
-from hybrid_runtime.graphs.inductor import late_waits, sources_read_once
+from hybrid_runtime.graphs.inductor import many_graphs
 from hybrid_runtime.graphs.signature import signature
 from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory, draw_inputs
 from hybrid_runtime.models.block import Block, FeedForwardSublayer, MixerSublayer
@@ -63,7 +63,7 @@ class CompiledSteps:
         mark_dynamic([memory.req_to_token], dim=1)
         prefill, decode = _example_prefill(model.device), _example_decode(self.max_context_len, model.device)
 
-        with sources_read_once(), late_waits() if model.device.type == "cpu" else nullcontext():
+        with many_graphs() if model.device.type == "cpu" else nullcontext():
             report("embedding and choice of tokens")
             code = code_digest()
             tokens = (prefill.token_ids_L, torch.zeros_like(prefill.token_ids_L))
