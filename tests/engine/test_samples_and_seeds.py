@@ -71,10 +71,10 @@ DRAWN: tuple[dict[str, Any], ...] = (
 def test_each_token_is_the_draw_of_its_seed_sample_and_place(overlap: bool) -> None:
     """From transformers' logits of the whole text, in float64: prompts in chunks, all options in one batch."""
     prompts = [*PROMPTS, [3 + place for place in range(20)]]
-    params = [SamplingParams(max_tokens=7, ignore_eos=True, **options) for options in DRAWN]
-    with runtime_of("gdn", overlap=overlap, max_num_batched_tokens=12) as rt:
+    params = [SamplingParams(max_tokens=16, ignore_eos=True, **options) for options in DRAWN]
+    with runtime_of("mamba2", overlap=overlap, max_num_batched_tokens=12) as rt:
         outputs = rt.generate(prompts, params)
-    model = copy.deepcopy(model_of("gdn")).double()
+    model = copy.deepcopy(model_of("mamba2")).double()
     for prompt, output, own in zip(prompts, outputs, params, strict=True):
         for sample in output.outputs:
             with torch.no_grad():

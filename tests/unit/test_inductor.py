@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import shutil
@@ -10,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 
@@ -59,16 +59,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "cache"))
         patch.setattr(codecache, "_HEADER_DIR", str(folder / "headers"))
         patch.setattr(codecache, "_HEADER_LOCK_DIR", str(folder / "locks"))
-        patch.setattr(inductor, "_precompiling_headers", uncached_precompiling())
-        with config.patch({"cpp.cxx": (None, str(script)), "compile_threads": 2}):
+        with nobody_has_asked_for_headers(), config.patch({"cpp.cxx": (None, str(script)), "compile_threads": 2}):
             inductor._precompiling_headers().join()
             yield folder
     shutil.rmtree(folder / "headers")  # 150 MB
 
 
-def uncached_precompiling() -> functools._lru_cache_wrapper:
-    """As in a process in which nobody has asked for the headers yet."""
-    return functools.cache(inductor._precompiling_headers.__wrapped__)
+@contextmanager
+def nobody_has_asked_for_headers() -> Iterator[None]:
+    """Inside, it is as in a new process."""
+    inductor._precompiling_headers.cache_clear()
+    try:
+        yield
+    finally:
+        inductor._precompiling_headers.cache_clear()
 
 
 def num_done(folder: Path, what: str = "main.cpp") -> int:
@@ -222,6 +226,7 @@ def test_the_trial_is_as_before_where_no_instructions_can_be_picked(monkeypatch:
 def test_graphs_include_the_header_that_was_compiled_ahead(folder: Path) -> None:
     compiled(6.1)
     assert num_done(folder, "-x c++-header") == 1
+    assert len(list((folder / "headers").glob("*.gch"))) == 1
 
 
 def test_a_header_that_cannot_be_compiled_ahead_does_no_harm(
@@ -230,12 +235,12 @@ def test_a_header_that_cannot_be_compiled_ahead_does_no_harm(
     def fail(*args: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(inductor, "_precompiling_headers", uncached_precompiling())
     with caplog.at_level(logging.INFO, inductor.__name__), monkeypatch.context() as patch:
         patch.setattr(codecache.CppPythonBindingsCodeCache, "load_pybinding", fail)
-        for _ in range(2):  # it is tried once
-            inductor.start_precompiling_headers()
-        inductor._precompiling_headers().join()
+        with nobody_has_asked_for_headers():
+            for _ in range(2):  # it is tried once
+                inductor.start_precompiling_headers()
+            inductor._precompiling_headers().join()
     assert [record.getMessage() for record in caplog.records if record.name == inductor.__name__] == [
         "Inductor's headers are not compiled ahead: out of luck"
     ]
