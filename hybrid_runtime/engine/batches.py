@@ -149,7 +149,7 @@ def build_draw(requests: Sequence[Request], positions: Sequence[int]) -> Indices
     """What `graphs.step_inputs.draw_inputs` takes, `[fields, B]`; `positions[i]` is that of the token to be chosen."""
     of_floats = [(params.temperature, params.min_p, params.top_p) for params in (r.params for r in requests)]
     temperature_B, min_p_B, top_p_B = np.array(of_floats, dtype=np.float64).T.copy().view(np.int64)
-    top_ks = [top_k if (top_k := request.params.top_k) > 0 else _NO_TOP_K for request in requests]
+    top_ks = [min(top_k, _NO_TOP_K) if (top_k := request.params.top_k) > 0 else _NO_TOP_K for request in requests]
     fields: dict[str, Sequence[int] | Indices] = {
         "temperature_B": temperature_B,
         "min_p_B": min_p_B,

@@ -62,7 +62,7 @@ DRAWN: tuple[dict[str, Any], ...] = (
     {"temperature": 1.3, "seed": 1, "n": 2},
     {"temperature": 0.9, "seed": 2, "n": 2, "top_k": 4, "top_p": 0.8},
     {"temperature": 0.0, "seed": 3},
-    {"temperature": 2.0, "seed": 4, "min_p": 0.05},
+    {"temperature": 2.0, "seed": 4, "min_p": 0.05, "top_k": 2**70},  # more than an int64 holds: off
     {"temperature": 1.0, "seed": 5, "logit_bias": {9: 6.0}},
 )
 
@@ -83,7 +83,13 @@ def test_each_token_is_the_draw_of_its_seed_sample_and_place(overlap: bool) -> N
                 logits_LV[:, token] += bias
             for position, token in enumerate(sample.token_ids, start=len(prompt)):
                 row = RowOptions(
-                    own.temperature, own.min_p, own.top_k or OFF, own.top_p, own.seed or 0, sample.index, position
+                    own.temperature,
+                    own.min_p,
+                    min(own.top_k or OFF, OFF),
+                    own.top_p,
+                    own.seed or 0,
+                    sample.index,
+                    position,
                 )
                 assert token in possible_tokens(logits_LV[position - 1], row), (prompt, sample.index, position)
 
