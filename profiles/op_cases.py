@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_runtime.ops.draw import DrawInputs
 from hybrid_runtime.ops.ragged import RaggedLayout
 
 
@@ -82,6 +83,7 @@ class Maker:
         yield self._conv_step(batch)
         yield self._mamba2_step(batch)
         yield self._decode_attention(batch)
+        yield self._draw_tokens(batch)
 
     def prefill_cases(self) -> Iterator[OpCase]:
         """One prompt."""
@@ -140,6 +142,16 @@ class Maker:
         num_bytes = 2 * num_slots * pools[0][0][0].nbytes + 2 * q_BHD.nbytes
         arguments = tuple((q_BHD, *pool, *indices) for pool in pools)
         return OpCase("decode_attention", "decode_attention", rows, arguments, num_bytes, {"scale": 0.125})
+
+    def _draw_tokens(self, rows: int) -> OpCase:
+        """From the most likely tokens that hold nine tenths of the probability."""
+        logits_BV, ones_B = (
+            self._state(rows, self.shape.vocab),
+            torch.ones(rows, dtype=torch.float64, device=self.device),
+        )
+        keys_B = torch.arange(rows, device=self.device)
+        options = DrawInputs(0.8 * ones_B, 0 * ones_B, keys_B + self.shape.vocab, 0.9 * ones_B, keys_B, keys_B, keys_B)
+        return OpCase("draw_tokens", "draw_tokens", rows, ((logits_BV, options),), logits_BV.nbytes)
 
     def _normal(self, *sizes: int) -> Tensor:
         return torch.randn(*sizes).to(device=self.device, dtype=self.dtype)
