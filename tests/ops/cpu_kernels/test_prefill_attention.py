@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hybrid_runtime.ops import attention, cpu_kernels
+from hybrid_runtime.ops.cpu_kernels import twins
 from hybrid_runtime.ops.ragged import RaggedLayout
 from tests.ops.cpu_kernels.budget import assert_within_budget, poisoned
 
@@ -164,6 +165,12 @@ def test_other_dtypes_run_the_plain_form(dtypes: tuple[torch.dtype, torch.dtype]
     case = Prefill.draw((5, 7), (40, 7))
     query, pool = dtypes
     case = replace(case, q_LHD=case.q_LHD.to(query), k_pool=case.k_pool.to(pool), v_pool=case.v_pool.to(pool))
+    assert case.run().equal(case.run(attention.prefill_attention))
+
+
+def test_a_processor_that_does_not_multiply_bfloat16_runs_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Prefill.draw((5, 70), (40, 70))
+    monkeypatch.setattr(twins, "MULTIPLIES_BFLOAT16", False)
     assert case.run().equal(case.run(attention.prefill_attention))
 
 
