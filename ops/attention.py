@@ -146,16 +146,42 @@ def decode_mla(
     `q · (w_k latent) = (w_kᵀ q) · latent`, so that the latent is the one key of all heads; the weighted sum of latents
     goes through `w_v`. Returns `[B, H, V]`.
     """
-    latent_dim = w_k_HDR.shape[-1]
-    dtype = state_dtype_for(q_nope_BHD)
-    visible_BT, slots_BT = _visible_slots(req_to_token, request_rows_B, context_lens_B, max_context_len, None)
     q_latent_BHR = einsum(q_nope_BHD, w_k_HDR, "b h d, h d r -> b h r")
-    q_BHC = torch.cat([q_latent_BHR, q_rope_BHE], dim=-1).to(dtype)
-    key_BTC = latent_pool[slots_BT].to(dtype)
-    score_BHT = einsum(q_BHC, key_BTC, "b h c, b t c -> b h t") * scale
-    weight_BHT = score_BHT.masked_fill(~visible_BT[:, None], -torch.inf).softmax(-1)
-    o_BHR = einsum(weight_BHT, key_BTC[..., :latent_dim], "b h t, b t r -> b h r").to(q_nope_BHD.dtype)
+    o_BHR = decode_latents(
+        torch.cat([q_latent_BHR, q_rope_BHE], dim=-1),
+        latent_pool,
+        w_k_HDR.shape[-1],
+        req_to_token,
+        request_rows_B,
+        context_lens_B,
+        max_context_len,
+        scale=scale,
+    )
     return einsum(o_BHR, w_v_HVR, "b h r, h v r -> b h v")
+
+
+def decode_latents(
+    q_BHC: Tensor,
+    latent_pool: Tensor,
+    latent_dim: int,
+    req_to_token: Tensor,
+    request_rows_B: Tensor,
+    context_lens_B: Tensor,
+    max_context_len: int,
+    *,
+    scale: float,
+) -> Tensor:
+    """What absorbed latent attention does between its maps: one latent per token is the key of all heads, and its
+    first `latent_dim` channels are their value.
+
+    Contexts as for `decode_attention`. Returns the weighted sums of latents `[B, H, R]` in the dtype of the queries.
+    """
+    dtype = state_dtype_for(q_BHC)
+    visible_BT, slots_BT = _visible_slots(req_to_token, request_rows_B, context_lens_B, max_context_len, None)
+    key_BTC = latent_pool[slots_BT].to(dtype)
+    score_BHT = einsum(q_BHC.to(dtype), key_BTC, "b h c, b t c -> b h t") * scale
+    weight_BHT = score_BHT.masked_fill(~visible_BT[:, None], -torch.inf).softmax(-1)
+    return einsum(weight_BHT, key_BTC[..., :latent_dim], "b h t, b t r -> b h r").to(q_BHC.dtype)
 
 
 def _sequences(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_runtime.ops.attention import decode_attention, decode_mla, prefill_attention, prefill_mla
+from hybrid_runtime.ops.attention import decode_attention, decode_latents, decode_mla, prefill_attention, prefill_mla
 from hybrid_runtime.ops.conv import causal_conv, conv_step
 from hybrid_runtime.ops.draw import draw_tokens
 from hybrid_runtime.ops.gdn import gdn_chunked, gdn_step
@@ -47,6 +47,7 @@ class Kernels:
     kda_step: TensorOp
     prefill_attention: TensorOp
     decode_attention: TensorOp
+    decode_latents: TensorOp
     prefill_mla: TensorOp
     decode_mla: TensorOp
     moe_feed_forward: TensorOp
@@ -71,6 +72,7 @@ REFERENCE = Kernels(
     kda_step=kda_step,
     prefill_attention=prefill_attention,
     decode_attention=decode_attention,
+    decode_latents=decode_latents,
     prefill_mla=prefill_mla,
     decode_mla=decode_mla,
     moe_feed_forward=moe_feed_forward,
@@ -139,6 +141,7 @@ def compiled_kernels(device: torch.device) -> Kernels:
             kda_step=cpu_kernels.kda_step,
             prefill_attention=cpu_kernels.prefill_attention,
             decode_attention=cpu_kernels.decode_attention,
+            decode_latents=cpu_kernels.decode_latents,
             decode_mla=cpu_kernels.decode_mla,
             draw_tokens=cpu_kernels.draw_tokens,
         )
@@ -151,6 +154,7 @@ def compiled_kernels(device: torch.device) -> Kernels:
         gdn_step=triton_kernels.gdn_step,
         kda_step=triton_kernels.kda_step,
         decode_attention=triton_kernels.decode_attention,
+        decode_latents=triton_kernels.decode_latents,
         decode_mla=triton_kernels.decode_mla,
         draw_tokens=triton_kernels.draw_tokens,
     )

@@ -201,10 +201,34 @@ def decode_mla(
     scale: float,
 ) -> Tensor:
     """As `ops.attention.decode_mla`: the latent is the one key, and its first part the one value, of all heads."""
-    latent_dim = w_k_HDR.shape[-1]
     q_latent_BHR = einsum(q_nope_BHD, w_k_HDR, "b h d, h d r -> b h r")
-    o_BHR = decode_attention(
+    o_BHR = decode_latents(
         torch.cat([q_latent_BHR, q_rope_BHE], dim=-1),
+        latent_pool,
+        w_k_HDR.shape[-1],
+        req_to_token,
+        request_rows_B,
+        context_lens_B,
+        max_context_len,
+        scale=scale,
+    )
+    return einsum(o_BHR, w_v_HVR, "b h r, h v r -> b h v")
+
+
+def decode_latents(
+    q_BHC: Tensor,
+    latent_pool: Tensor,
+    latent_dim: int,
+    req_to_token: Tensor,
+    request_rows_B: Tensor,
+    context_lens_B: Tensor,
+    max_context_len: int,
+    *,
+    scale: float,
+) -> Tensor:
+    """As `ops.attention.decode_latents`: `decode_attention` with one key-value head."""
+    return decode_attention(
+        q_BHC,
         latent_pool[:, None],
         latent_pool[:, None, :latent_dim],
         req_to_token,
@@ -213,7 +237,6 @@ def decode_mla(
         max_context_len,
         scale=scale,
     )
-    return einsum(o_BHR, w_v_HVR, "b h r, h v r -> b h v")
 
 
 def draw_tokens(logits_BV: Tensor, options: DrawInputs) -> Tensor:

@@ -5,7 +5,7 @@ from shapes alone, so that it can be compiled into a step and captured. The PyTo
 imports Triton. It runs on CUDA, or on the CPU in Triton's interpreter (TRITON_INTERPRET=1 before Triton is imported).
 """
 
-from hybrid_runtime.ops.triton_kernels.attention import decode_attention, decode_mla
+from hybrid_runtime.ops.triton_kernels.attention import decode_attention, decode_latents, decode_mla
 from hybrid_runtime.ops.triton_kernels.conv import conv_step
 from hybrid_runtime.ops.triton_kernels.delta_rule import gdn_step, kda_step
 from hybrid_runtime.ops.triton_kernels.draw import draw_tokens
@@ -18,6 +18,7 @@ __all__ = [
     "conv_step",
     "copy_slots",
     "decode_attention",
+    "decode_latents",
     "decode_mla",
     "draw_tokens",
     "gdn_step",
