@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hybrid_runtime.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RuntimeStats
     from hybrid_runtime.runtime import HybridRuntime
     from hybrid_runtime.sampling_params import SamplingParams
+    from hybrid_runtime.speculative_config import SpeculativeConfig
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ _HOMES = {
     "RuntimeConfig": "config",
     "RuntimeStats": "outputs",
     "SamplingParams": "sampling_params",
+    "SpeculativeConfig": "speculative_config",
     "UnsupportedModelError": "errors",
 }
 
@@ -43,6 +45,7 @@ __all__ = [
     "RuntimeConfig",
     "RuntimeStats",
     "SamplingParams",
+    "SpeculativeConfig",
     "UnsupportedModelError",
     "__version__",
 ]

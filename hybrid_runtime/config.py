@@ -1,23 +1,30 @@
-"""The options of a runtime, and the checks that turn a wrong option into a message that names it."""
+"""The options of a runtime."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
+
+from hybrid_runtime.field_checks import (
+    INT64_MAX,
+    invalid,
+    normalize_integers,
+    require_bool,
+    require_choice,
+    require_int,
+    require_known,
+)
+from hybrid_runtime.speculative_config import SpeculativeConfig
 
 DTYPES = ("float32", "bfloat16", "float64")
 STATE_DTYPES = ("float32", "float64")  # states accumulate over thousands of tokens: nothing narrower
 EVICTION_POLICIES = ("cost", "lru")
 COMPILE_MODES = ("auto", "off")
 DEFAULT_MIN_SAVING = 32  # tokens
-INT64_MAX = 2**63 - 1
 
 _OPTIONAL_COUNTS = (
     "max_model_len",
@@ -59,6 +66,7 @@ class RuntimeConfig:
     compile: "auto": steps are compiled by Inductor when the runtime is made; "off": they run operation by operation, as
         the reference and for debugging
     overlap: schedule a step while the one before runs; None: on CUDA only
+    speculative: how tokens are drafted, to be verified several at a time; None: they are decoded one by one
     seed: the seeds of requests that bring none are drawn from it
     debug_checks: assert after every step that each slot of both pools has one owner
     """
@@ -82,6 +90,7 @@ class RuntimeConfig:
     min_saving: int = DEFAULT_MIN_SAVING
     compile: str = "auto"
     overlap: bool | None = None
+    speculative: SpeculativeConfig | None = None
     seed: int = 0
     debug_checks: bool = False
 
@@ -104,6 +113,8 @@ class RuntimeConfig:
             require_bool(name, getattr(self, name))
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise invalid("overlap", self.overlap, "must be True, False or None")
+        if self.speculative is not None and not isinstance(self.speculative, SpeculativeConfig):
+            raise invalid("speculative", self.speculative, "must be a SpeculativeConfig or None")
         self._check_host_cache()
         normalize_integers(self)
 
@@ -127,62 +138,3 @@ class RuntimeConfig:
             raise invalid("config", config, "must be a RuntimeConfig or None")
         require_known(overrides, [field.name for field in dataclasses.fields(cls)], "RuntimeConfig")
         return dataclasses.replace(base, **overrides) if overrides else base
-
-
-def invalid(name: str, value: object, reason: str) -> ValueError:
-    """The error for a wrong value, to be raised by the caller."""
-    return ValueError(f"{name} {reason}, not {value!r}")
-
-
-def require_int(name: str, value: object, *, minimum: int, maximum: int | None = None) -> None:
-    """Raises ValueError unless `value` is an integer (a bool is none) in `minimum..maximum`."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise invalid(name, value, "must be an integer")
-    if int(value) < minimum or (maximum is not None and int(value) > maximum):
-        raise invalid(name, value, f"must be at least {minimum}" + ("" if maximum is None else f", at most {maximum}"))
-
-
-def normalize_integers(instance: Any) -> None:
-    """Makes every integer field of a frozen dataclass a plain int: NumPy's would overflow in later arithmetic."""
-    for field in dataclasses.fields(instance):
-        value = getattr(instance, field.name)
-        if isinstance(value, Integral) and not isinstance(value, bool):
-            object.__setattr__(instance, field.name, int(value))
-
-
-def require_number(name: str, value: object, *, minimum: float = -math.inf, maximum: float = math.inf) -> None:
-    """Raises ValueError unless `value` is a finite number (a bool is none) in `minimum..maximum`."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
-        raise invalid(name, value, "must be a finite number")
-    if not minimum <= float(value) <= maximum:
-        raise invalid(name, value, f"must be in [{minimum}, {maximum}]")
-
-
-def _is_finite(value: Real) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
-        return False
-
-
-def require_bool(name: str, value: object) -> None:
-    """Raises ValueError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise invalid(name, value, "must be True or False")
-
-
-def require_choice(name: str, value: object, choices: Iterable[str | None]) -> None:
-    """Raises ValueError unless `value` is one of `choices`."""
-    allowed = tuple(choices)
-    if not (value is None or isinstance(value, str)) or value not in allowed:
-        raise invalid(name, value, f"must be one of {', '.join(map(repr, allowed))}")
-
-
-def require_known(names: Iterable[str], fields: Iterable[str], owner: str) -> None:
-    """Raises ValueError for the first of `names` that is none of `owner`'s `fields`, suggesting the closest."""
-    known = list(fields)
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; the fields are {', '.join(known)}"
-            raise ValueError(f"{owner} has no field {name!r}{hint}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from tqdm import tqdm
 
-from hybrid_runtime.config import RuntimeConfig, invalid, require_int
+from hybrid_runtime.config import RuntimeConfig
 from hybrid_runtime.engine.build import build_engine, start_building_kernels
 from hybrid_runtime.engine.cache_file import load_cache, save_cache
 from hybrid_runtime.engine.intake import RequestIntake
@@ -19,6 +19,7 @@ from hybrid_runtime.engine.prompts import PromptLike
 from hybrid_runtime.engine.request_factory import RequestFactory
 from hybrid_runtime.engine.request_group import Prompt, RequestGroup
 from hybrid_runtime.engine.stats import collect_stats
+from hybrid_runtime.field_checks import invalid, require_int
 from hybrid_runtime.inspection.view import PrefixCacheView
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.outputs import PrefixCacheFile, RequestOutput, RuntimeStats

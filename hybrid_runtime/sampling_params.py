@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from hybrid_runtime.config import (
+from hybrid_runtime.field_checks import (
     INT64_MAX,
     invalid,
     normalize_integers,

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybrid_runtime.config import invalid
 from hybrid_runtime.engine.prompts import PromptEncoder, PromptLike, split_prompts
 from hybrid_runtime.engine.request_factory import RequestFactory
 from hybrid_runtime.engine.request_group import Prompt, RequestGroup
+from hybrid_runtime.field_checks import invalid
 from hybrid_runtime.sampling_params import SamplingParams
 from hybrid_runtime.text.chat import (
     ChatOptions,

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hybrid_runtime.config import DTYPES, invalid
+from hybrid_runtime.config import DTYPES
 from hybrid_runtime.errors import UnsupportedModelError
+from hybrid_runtime.field_checks import invalid
 from hybrid_runtime.models.adapters import adapt, supported_architectures
 from hybrid_runtime.models.hybrid_model import HybridModel
 

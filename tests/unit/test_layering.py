@@ -48,10 +48,10 @@ def layer(modules: str, *, layers: str = "", packages: str | frozenset[str] = ""
 
 
 LAYERS = {
-    "data": layer(". errors config sampling_params outputs memory"),
+    "data": layer(". errors config field_checks sampling_params speculative_config outputs memory"),
     "slots": layer("memory.slots", packages="numpy"),
     "control": layer(
-        "cache scheduling text memory.allocator memory.request_table",
+        "cache scheduling speculative text memory.allocator memory.request_table",
         layers="data slots",
         packages="numpy",
     ),
