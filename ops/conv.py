@@ -28,7 +28,7 @@ def conv_recurrent(
         window_WD = windows_SWD[sequence].to(x_LD.dtype)
         for t in range(start, start + length):
             inputs_WD = torch.cat([window_WD, x_LD[t : t + 1]])
-            y_LD[t] = _weigh(inputs_WD.unbind(0), weight_DW, bias_D)
+            y_LD[t] = weigh(inputs_WD.unbind(0), weight_DW, bias_D)
             window_WD = windows_WD[sequence, t - start + 1] = inputs_WD[1:]
     states = [windows_WD[key] for key in wanted]
     return y_LD, torch.stack(states) if states else x_LD.new_zeros(0, *windows_SWD.shape[1:])
@@ -49,7 +49,7 @@ def causal_conv(
     taps_LW = _input_indices(token_L, layout.token_offset_L, layout.token_sequence_L, num_taps, layout)
     # a padding token has no sequence, hence no window to point at
     taps_LW = taps_LW.masked_fill(~is_token_L[:, None], 0)
-    y_LD = _weigh((inputs_ID[tap_L] for tap_L in taps_LW.unbind(1)), weight_DW, bias_D)
+    y_LD = weigh((inputs_ID[tap_L] for tap_L in taps_LW.unbind(1)), weight_DW, bias_D)
     y_LD = y_LD.masked_fill(~is_token_L[:, None], 0.0).to(x_LD.dtype)
 
     # the token behind a requested position would read the window that stands there, and itself
@@ -67,7 +67,7 @@ def conv_step(x_BD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, window_poo
     """
     inputs_BWD = torch.cat([window_pool[slots_B].to(x_BD.dtype), x_BD[:, None]], dim=1)
     window_pool.index_put_((slots_B,), inputs_BWD[:, 1:].to(window_pool.dtype))
-    return _weigh(inputs_BWD.unbind(1), weight_DW, bias_D).to(x_BD.dtype)
+    return weigh(inputs_BWD.unbind(1), weight_DW, bias_D).to(x_BD.dtype)
 
 
 def _input_indices(
@@ -83,7 +83,7 @@ def _input_indices(
     return torch.where(position_LW >= 0, token_L[:, None] + back_W, window_end_L1 + position_LW)
 
 
-def _weigh(inputs_D: Iterable[Tensor], weight_DW: Tensor, bias_D: Tensor | None) -> Tensor:
+def weigh(inputs_D: Iterable[Tensor], weight_DW: Tensor, bias_D: Tensor | None) -> Tensor:
     """Σ_w inputs[w] ∘ weight[:, w] + bias in the dtype of state arithmetic; `inputs`: W tensors `[..., D]`.
 
     One order of summation for every form, so that all of them agree bit for bit.

@@ -129,13 +129,13 @@ def delta_recurrent(
     """
     dtype = state_dtype_for(q_LGK, k_LGK, v_LHV, log_a_LHK, beta_LH, s0_SHVK)
     num_heads = v_LHV.shape[1]
-    q_LHK, k_LHK = (_per_value_head(x_LGK.to(dtype), num_heads) for x_LGK in (q_LGK, k_LGK))
+    q_LHK, k_LHK = (per_value_head(x_LGK.to(dtype), num_heads) for x_LGK in (q_LGK, k_LGK))
     wanted = list(zip(layout.state_sequence_R.tolist(), layout.state_length_R.tolist(), strict=True))
     ys_HV, states_HVK = [], {}
     for sequence, (start, length) in enumerate(zip(layout.starts, layout.lengths, strict=True)):
         s_HVK = s0_SHVK[sequence].to(dtype)
         for t in range(start, start + length):
-            s_HVK, y_HV = _advance(
+            s_HVK, y_HV = advance(
                 s_HVK, q_LHK[t], k_LHK[t], v_LHV[t].to(dtype), log_a_LHK[t].to(dtype), beta_LH[t].to(dtype)
             )
             ys_HV.append(y_HV)
@@ -163,17 +163,17 @@ def delta_step(
     """
     dtype = state_dtype_for(q_BGK, k_BGK, v_BHV, log_a_BHK, beta_BH, state_pool)
     num_heads = v_BHV.shape[1]
-    q_BHK, k_BHK = (_per_value_head(x_BGK.to(dtype), num_heads) for x_BGK in (q_BGK, k_BGK))
+    q_BHK, k_BHK = (per_value_head(x_BGK.to(dtype), num_heads) for x_BGK in (q_BGK, k_BGK))
     # no decay and no update: the null slot stays finite however many padding rows pass over it
     is_padding_B1 = (slots_B == 0)[:, None]
     log_a_BHK = log_a_BHK.to(dtype).masked_fill(is_padding_B1[..., None], 0.0)
     beta_BH = beta_BH.to(dtype).masked_fill(is_padding_B1, 0.0)
-    s_BHVK, y_BHV = _advance(state_pool[slots_B].to(dtype), q_BHK, k_BHK, v_BHV.to(dtype), log_a_BHK, beta_BH)
+    s_BHVK, y_BHV = advance(state_pool[slots_B].to(dtype), q_BHK, k_BHK, v_BHV.to(dtype), log_a_BHK, beta_BH)
     state_pool.index_put_((slots_B,), s_BHVK.to(state_pool.dtype))
     return y_BHV.to(v_BHV.dtype)
 
 
-def _advance(
+def advance(
     s_HVK: Tensor, q_HK: Tensor, k_HK: Tensor, v_HV: Tensor, log_a_HK: Tensor, beta_H: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The state after one token, and the token's output. Leading axes broadcast."""
@@ -183,5 +183,6 @@ def _advance(
     return s_HVK, einsum(s_HVK, q_HK, "... h v k, ... h k -> ... h v")
 
 
-def _per_value_head(x_LGK: Tensor, num_heads: int) -> Tensor:
-    return repeat(x_LGK, "l g k -> l (g copies) k", copies=num_heads // x_LGK.shape[1])
+def per_value_head(x_GK: Tensor, num_heads: int) -> Tensor:
+    """`[..., G, K]` to `[..., H, K]`: the entries of the key head that each value head reads."""
+    return repeat(x_GK, "... g k -> ... (g copies) k", copies=num_heads // x_GK.shape[-2])

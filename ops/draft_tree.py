@@ -1,0 +1,105 @@
+"""A tree of drafted tokens and the path through it that was accepted, and how tree forms read and write by them.
+
+Node 0 is the root: the last sampled token, which is not in the KV cache or the state yet. A row with fewer than T nodes
+is filled up with children of the root that are never accepted.
+
+Shapes: B rows, T nodes of a tree (root included), H heads. I, J and M are nodes too: a node, an ancestor of it or the
+node itself, and a node between the two.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class DraftTree(NamedTuple):
+    """One tree per row, on one device."""
+
+    parents_BT: Tensor  # int64; that of a node i > 0 is below i, that of the root is the root
+    depths_BT: Tensor  # int64; 0 for the root
+    ancestors_BTT: Tensor  # bool; at (i, j): j is i or an ancestor of i
+
+
+class AcceptedPath(NamedTuple):
+    """The accepted nodes of each row, from the root down; none in a row that is padding or has nothing to commit."""
+
+    nodes_BT: Tensor  # int64; 0 behind the last
+    num_nodes_B: Tensor  # int64; the root counts
+
+
+def draft_tree(parents_BT: Tensor) -> DraftTree:
+    """The tree in which node i hangs on `parents_BT[:, i]` (int64, below i; 0 for the root).
+
+    ceil(log2 T) dependent steps, each of which doubles how far up a node sees.
+    """
+    num_nodes = parents_BT.shape[1]
+    ancestors_BTT = torch.eye(num_nodes, dtype=torch.bool, device=parents_BT.device).expand(len(parents_BT), -1, -1)
+    above_BT = parents_BT
+    for _ in range((num_nodes - 1).bit_length()):
+        ancestors_BTT = ancestors_BTT | at_nodes(ancestors_BTT, above_BT)
+        above_BT = at_nodes(above_BT, above_BT)
+    return DraftTree(parents_BT, ancestors_BTT.sum(dim=-1) - 1, ancestors_BTT)
+
+
+def at_nodes(x_BT: Tensor, nodes_BT: Tensor) -> Tensor:
+    """The entries `[B, T, ...]` of `x_BT` that `nodes_BT` names in each row."""
+    row_B1 = torch.arange(x_BT.shape[0], device=x_BT.device)[:, None]
+    return x_BT[row_B1, nodes_BT]
+
+
+def along_path(x_BT: Tensor, path: AcceptedPath) -> Tensor:
+    """The entries `[B, T, ...]` of the accepted nodes in path order; zeros behind the last, whatever `x_BT` holds."""
+    place_T = torch.arange(x_BT.shape[1], device=x_BT.device)
+    is_accepted_BT = place_T < path.num_nodes_B[:, None]
+    is_accepted_BT = is_accepted_BT.reshape(*is_accepted_BT.shape, *[1] * (x_BT.dim() - 2))
+    return torch.where(is_accepted_BT, at_nodes(x_BT, path.nodes_BT), 0)
+
+
+def write_committed(pool: Tensor, destinations_B: Tensor, values_B: Tensor, path: AcceptedPath) -> None:
+    """Writes each row's value `[B, ...]` to `pool[destinations_B]`.
+
+    Rows without accepted nodes and rows of destination 0, in any number, write what slot 0 holds to slot 0.
+    """
+    destinations_B = torch.where(path.num_nodes_B == 0, 0, destinations_B)
+    writes_B = (destinations_B != 0).reshape(-1, *[1] * (pool.dim() - 1))
+    pool.index_put_((destinations_B,), torch.where(writes_B, values_B.to(pool.dtype), pool[:1]))
+
+
+def contain_faults(tree: DraftTree, *operands_BT: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Keeps numbers that are not finite out of matrix products over nodes, in which each node would spread to all.
+
+    Returns the operands with zeros in place of a node of which any is not finite, and `[B, T]`: NaN for such nodes
+    and their descendants, 0 for all others. Results plus this are NaN where the recurrence along a path would be.
+    """
+    is_sound_BT = torch.ones_like(tree.parents_BT, dtype=torch.bool)
+    for operand_BT in operands_BT:
+        is_sound_BT = is_sound_BT & operand_BT.isfinite().flatten(2).all(dim=-1)
+    sound = []
+    for operand_BT in operands_BT:
+        sound.append(operand_BT.masked_fill(~is_sound_BT.reshape(*is_sound_BT.shape, *[1] * (operand_BT.dim() - 2)), 0))
+    is_faulty_BT = (tree.ancestors_BTT & ~is_sound_BT[:, None]).any(dim=-1)
+    return sound, torch.where(is_faulty_BT, torch.nan, 0.0)
+
+
+def strict_ancestors(tree: DraftTree) -> Tensor:
+    """`[B, T, T]` bool: at (i, j) j is an ancestor of i."""
+    return tree.ancestors_BTT.tril(-1)
+
+
+def path_decays(log_a_BHT: Tensor, tree: DraftTree) -> tuple[Tensor, Tensor]:
+    """Decays along paths for one `log_a` <= 0 per node and head.
+
+    Returns `[B, H, T]`, from the committed state to behind each node, and `[B, H, T, T]`: at (i, j) from behind j to
+    behind i, 0 where j is neither i nor an ancestor of i.
+
+    Each sum is made of its own entries: the difference of two sums from the root would carry the rounding of the longer
+    one, which behind a strong decay is as large as the whole exponent.
+    """
+    path_BHIM = torch.where(tree.ancestors_BTT[:, None], log_a_BHT[:, :, None], 0)
+    below_BMJ = strict_ancestors(tree).to(log_a_BHT.dtype)
+    between_BHIJ = path_BHIM @ below_BMJ[:, None]
+    decay_BHIJ = between_BHIJ.exp().masked_fill(~tree.ancestors_BTT[:, None], 0)
+    return path_BHIM.sum(dim=-1).exp(), decay_BHIJ
