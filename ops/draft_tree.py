@@ -3,8 +3,8 @@
 Node 0 is the root: the last sampled token, which is not in the KV cache or the state yet. A row with fewer than T nodes
 is filled up with children of the root that are never accepted.
 
-Shapes: B rows, T nodes of a tree (root included), H heads. I, J and M are nodes too: a node, an ancestor of it or the
-node itself, and a node between the two.
+Shapes: B rows, T nodes of a tree (root included), S places that nodes see, H heads; also I a node, J one that it sees
+(itself or an ancestor), M one on the way from behind J to I.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def along_path(x_BT: Tensor, path: AcceptedPath) -> Tensor:
     """The entries `[B, T, ...]` of the accepted nodes in path order; zeros behind the last, whatever `x_BT` holds."""
     place_T = torch.arange(x_BT.shape[1], device=x_BT.device)
     is_accepted_BT = place_T < path.num_nodes_B[:, None]
-    is_accepted_BT = is_accepted_BT.reshape(*is_accepted_BT.shape, *[1] * (x_BT.dim() - 2))
-    return torch.where(is_accepted_BT, at_nodes(x_BT, path.nodes_BT), 0)
+    return torch.where(_broadcast(is_accepted_BT, x_BT), at_nodes(x_BT, path.nodes_BT), 0)
 
 
 def write_committed(pool: Tensor, destinations_B: Tensor, values_B: Tensor, path: AcceptedPath) -> None:
@@ -64,24 +63,25 @@ def write_committed(pool: Tensor, destinations_B: Tensor, values_B: Tensor, path
     Rows without accepted nodes and rows of destination 0, in any number, write what slot 0 holds to slot 0.
     """
     destinations_B = torch.where(path.num_nodes_B == 0, 0, destinations_B)
-    writes_B = (destinations_B != 0).reshape(-1, *[1] * (pool.dim() - 1))
-    pool.index_put_((destinations_B,), torch.where(writes_B, values_B.to(pool.dtype), pool[:1]))
+    values_B = torch.where(_broadcast(destinations_B != 0, pool), values_B.to(pool.dtype), pool[:1])
+    pool.index_put_((destinations_B,), values_B)
 
 
-def contain_faults(tree: DraftTree, *operands_BT: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Keeps numbers that are not finite out of matrix products over nodes, in which each node would spread to all.
+def contain_faults(sees_BTS: Tensor, *operands_BS: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Keeps numbers that are not finite out of products over places S, in which even a weight of 0 would spread them.
 
-    Returns the operands with zeros in place of a node of which any is not finite, and `[B, T]`: NaN for such nodes
-    and their descendants, 0 for all others. Results plus this are NaN where the recurrence along a path would be.
+    Returns the operands `[B, S, ...]` with zeros at a place where any of them is not finite, and `[B, T]`: NaN for
+    nodes that see such a place, 0 for all others. Results plus this are NaN where the recurrence along a path would be.
     """
-    is_sound_BT = torch.ones_like(tree.parents_BT, dtype=torch.bool)
-    for operand_BT in operands_BT:
-        is_sound_BT = is_sound_BT & operand_BT.isfinite().flatten(2).all(dim=-1)
-    sound = []
-    for operand_BT in operands_BT:
-        sound.append(operand_BT.masked_fill(~is_sound_BT.reshape(*is_sound_BT.shape, *[1] * (operand_BT.dim() - 2)), 0))
-    is_faulty_BT = (tree.ancestors_BTT & ~is_sound_BT[:, None]).any(dim=-1)
+    is_sound_BS = torch.stack([x_BS.isfinite().flatten(2).all(dim=-1) for x_BS in operands_BS]).all(dim=0)
+    sound = [x_BS.masked_fill(~_broadcast(is_sound_BS, x_BS), 0) for x_BS in operands_BS]
+    is_faulty_BT = (sees_BTS & ~is_sound_BS[:, None]).any(dim=-1)
     return sound, torch.where(is_faulty_BT, torch.nan, 0.0)
+
+
+def _broadcast(mask: Tensor, x: Tensor) -> Tensor:
+    """`mask` with as many axes as `x`, whose first axes it has."""
+    return mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim()))
 
 
 def strict_ancestors(tree: DraftTree) -> Tensor:

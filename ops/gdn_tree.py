@@ -30,7 +30,9 @@ def gdn_tree(
     """
     dtype = state_dtype_for(q_BTGK, k_BTGK, v_BTHV, log_a_BTH, beta_BTH, state_pool)
     num_key_heads, num_heads = k_BTGK.shape[2], v_BTHV.shape[2]
-    operands_BT, fault_BT = contain_faults(tree, q_BTGK, k_BTGK, v_BTHV, log_a_BTH[..., None], beta_BTH[..., None])
+    operands_BT, fault_BT = contain_faults(
+        tree.ancestors_BTT, q_BTGK, k_BTGK, v_BTHV, log_a_BTH[..., None], beta_BTH[..., None]
+    )
     q_BGTK, k_BGTK = (node_heads(x_BTGK, num_key_heads, dtype) for x_BTGK in operands_BT[:2])
     v_BHTV, log_a_BHT1, beta_BHT1 = (node_heads(x_BTHX, num_heads, dtype) for x_BTHX in operands_BT[2:])
 

@@ -33,7 +33,7 @@ def kda_tree(
     Returns outputs in v's dtype and the nodes' u in the dtype of state arithmetic, `[B, T, H, V]` each.
     """
     dtype = state_dtype_for(q_BTGK, k_BTGK, v_BTHV, log_a_BTHK, beta_BTH, state_pool)
-    operands_BT, fault_BT = contain_faults(tree, q_BTGK, k_BTGK, v_BTHV, log_a_BTHK, beta_BTH[..., None])
+    operands_BT, fault_BT = contain_faults(tree.ancestors_BTT, q_BTGK, k_BTGK, v_BTHV, log_a_BTHK, beta_BTH[..., None])
     q_BHTK, k_BHTK, v_BHTV, log_a_BHTK, beta_BHT1 = (
         node_heads(x_BTHX, v_BTHV.shape[2], dtype) for x_BTHX in operands_BT
     )

@@ -15,7 +15,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from hybrid_runtime.ops.draft_tree import DraftTree
+from hybrid_runtime.ops.draft_tree import DraftTree, contain_faults
 from hybrid_runtime.ops.ragged import state_dtype_for
 
 
@@ -35,15 +35,15 @@ def tree_attention(
 ) -> Tensor:
     """Outputs `[B, T, H, V]` of all nodes in the dtype of the queries.
 
-    `k_pool` `[slots + 1, G, D]` and `v_pool` `[slots + 1, G, V]` as for `ops.attention.decode_attention`; lengths int64,
-    0 for padding rows. `max_context_len` bounds every committed length and sets the shapes. A node sees the last
+    `k_pool` `[slots + 1, G, D]` and `v_pool` `[slots + 1, G, V]` as for `ops.attention.decode_attention`; lengths are
+    int64, 0 for padding rows. `max_context_len` bounds every committed length and sets the shapes. A node sees the last
     `window` positions, its own included, if given. Mutates nothing.
     """
     dtype = state_dtype_for(q_BTHD)
     table = (req_to_token, request_rows_B, committed_lens_B, max_context_len)
     visible_BTS, slots_BS = _visible_places(*table, kv_slots_BT, tree, window)
     q_BTGKD = rearrange(q_BTHD.to(dtype), "b t (g k) d -> b t g k d", g=k_pool.shape[1])
-    v_BSGV, fault_BT = _contain_faulty_values(v_pool[slots_BS].to(dtype), visible_BTS)
+    (v_BSGV,), fault_BT = contain_faults(visible_BTS, v_pool[slots_BS].to(dtype))
     score_BGKTS = einsum(q_BTGKD, k_pool[slots_BS].to(dtype), "b t g k d, b s g d -> b g k t s") * scale
     weight_BGKTS = score_BGKTS.masked_fill(~visible_BTS[:, None, None], -torch.inf).softmax(-1)
     o_BTGKV = einsum(weight_BGKTS, v_BSGV, "b g k t s, b s g v -> b t g k v")
@@ -77,7 +77,7 @@ def tree_mla(
     q_latent_BTHR = einsum(q_nope_BTHD, w_k_HDR, "b t h d, h d r -> b t h r")
     q_BTHL = torch.cat([q_latent_BTHR, q_rope_BTHE], dim=-1).to(dtype)
     key_BSL = latent_pool[slots_BS].to(dtype)
-    latent_BSR, fault_BT = _contain_faulty_values(key_BSL[..., :latent_dim], visible_BTS)
+    (latent_BSR,), fault_BT = contain_faults(visible_BTS, key_BSL[..., :latent_dim])
     score_BHTS = einsum(q_BTHL, key_BSL, "b t h l, b s l -> b h t s") * scale
     weight_BHTS = score_BHTS.masked_fill(~visible_BTS[:, None], -torch.inf).softmax(-1)
     o_BTHR = einsum(weight_BHTS, latent_BSR, "b h t s, b s r -> b t h r") + fault_BT[..., None, None]
@@ -107,14 +107,3 @@ def _visible_places(
     # the root's view of the context reaches furthest back
     slots_BC = torch.where(sees_context_BTC[:, 0], req_to_token[:, :max_context_len][request_rows_B], 0)
     return torch.cat([sees_context_BTC, sees_node_BTT], dim=-1), torch.cat([slots_BC, kv_slots_BT], dim=-1)
-
-
-def _contain_faulty_values(v_BS: Tensor, visible_BTS: Tensor) -> tuple[Tensor, Tensor]:
-    """Zeros in place of a value that is not finite: the weighted sum, in which weights of 0 select, would spread it.
-
-    Also returns `[B, T]`: NaN for the nodes that see such a place, 0 for all others.
-    """
-    is_sound_BS = v_BS.isfinite().flatten(2).all(dim=-1)
-    is_faulty_BT = (visible_BTS & ~is_sound_BS[:, None]).any(dim=-1)
-    v_BS = v_BS.masked_fill(~is_sound_BS.reshape(*is_sound_BS.shape, *[1] * (v_BS.dim() - 2)), 0)
-    return v_BS, torch.where(is_faulty_BT, torch.nan, 0.0)
