@@ -71,7 +71,7 @@ def contain_faults(sees_BTS: Tensor, *operands_BS: Tensor) -> tuple[list[Tensor]
     """Keeps numbers that are not finite out of products over places S, in which even a weight of 0 would spread them.
 
     Returns the operands `[B, S, ...]` with zeros at a place where any of them is not finite, and `[B, T]`: NaN for
-    nodes that see such a place, 0 for all others. Results plus this are NaN where the recurrence along a path would be.
+    nodes that see such a place, 0 for all others: added to results, it shows the fault where it belongs.
     """
     is_sound_BS = torch.stack([x_BS.isfinite().flatten(2).all(dim=-1) for x_BS in operands_BS]).all(dim=0)
     sound = [x_BS.masked_fill(~_broadcast(is_sound_BS, x_BS), 0) for x_BS in operands_BS]

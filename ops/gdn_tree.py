@@ -30,11 +30,10 @@ def gdn_tree(
     """
     dtype = state_dtype_for(q_BTGK, k_BTGK, v_BTHV, log_a_BTH, beta_BTH, state_pool)
     num_key_heads, num_heads = k_BTGK.shape[2], v_BTHV.shape[2]
-    operands_BT, fault_BT = contain_faults(
-        tree.ancestors_BTT, q_BTGK, k_BTGK, v_BTHV, log_a_BTH[..., None], beta_BTH[..., None]
-    )
-    q_BGTK, k_BGTK = (node_heads(x_BTGK, num_key_heads, dtype) for x_BTGK in operands_BT[:2])
-    v_BHTV, log_a_BHT1, beta_BHT1 = (node_heads(x_BTHX, num_heads, dtype) for x_BTHX in operands_BT[2:])
+    spreading_BT = (k_BTGK, v_BTHV, log_a_BTH[..., None], beta_BTH[..., None])
+    (k_BTGK, *sound_BT), fault_BT = contain_faults(tree.ancestors_BTT, *spreading_BT)
+    q_BGTK, k_BGTK = (node_heads(x_BTGK, num_key_heads, dtype) for x_BTGK in (q_BTGK, k_BTGK))
+    v_BHTV, log_a_BHT1, beta_BHT1 = (node_heads(x_BTHX, num_heads, dtype) for x_BTHX in sound_BT)
 
     def per_head(x_BGTX: Tensor) -> Tensor:
         return repeat(x_BGTX, "b g t x -> b (g copies) t x", copies=num_heads // num_key_heads)

@@ -33,9 +33,9 @@ def kda_tree(
     Returns outputs in v's dtype and the nodes' u in the dtype of state arithmetic, `[B, T, H, V]` each.
     """
     dtype = state_dtype_for(q_BTGK, k_BTGK, v_BTHV, log_a_BTHK, beta_BTH, state_pool)
-    operands_BT, fault_BT = contain_faults(tree.ancestors_BTT, q_BTGK, k_BTGK, v_BTHV, log_a_BTHK, beta_BTH[..., None])
+    sound_BT, fault_BT = contain_faults(tree.ancestors_BTT, k_BTGK, v_BTHV, log_a_BTHK, beta_BTH[..., None])
     q_BHTK, k_BHTK, v_BHTV, log_a_BHTK, beta_BHT1 = (
-        node_heads(x_BTHX, v_BTHV.shape[2], dtype) for x_BTHX in operands_BT
+        node_heads(x_BTHX, v_BTHV.shape[2], dtype) for x_BTHX in (q_BTGK, *sound_BT)
     )
     scores_kk_BHIJ, scores_qk_BHIJ = decayed_tree_scores(k_BHTK, q_BHTK, log_a_BHTK, tree)
     decay_BHTK = (tree.ancestors_BTT[:, None].to(dtype) @ log_a_BHTK).exp()

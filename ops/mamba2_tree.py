@@ -39,7 +39,7 @@ def mamba2_tree(
     """
     dtype = state_dtype_for(x_BTHP, dt_BTH, a_H, b_BTGN, c_BTGN, state_pool)
     num_groups = b_BTGN.shape[2]
-    (x_BTHP_, dt_BTH, b_BTGN, c_BTGN), fault_BT = contain_faults(tree.ancestors_BTT, x_BTHP, dt_BTH, b_BTGN, c_BTGN)
+    (x_BTHP_, dt_BTH, b_BTGN), fault_BT = contain_faults(tree.ancestors_BTT, x_BTHP, dt_BTH, b_BTGN)
     dt_BTH = dt_BTH.to(dtype)
     decay_BHT, decay_BHIJ = path_decays(rearrange(dt_BTH * a_H.to(dtype), "b t h -> b h t"), tree)
     decay_BGKIJ = rearrange(decay_BHIJ, "b (g k) i j -> b g k i j", g=num_groups)
