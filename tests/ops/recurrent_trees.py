@@ -96,7 +96,7 @@ class Mamba2:
         (x, dt, b, c), (a,) = nodes, shared
         return mamba2_tree.mamba2_tree(x, dt, a, b, c, pool, slots_B, tree), None
 
-    def fold(self, nodes: Nodes, shared: Nodes, pool: Tensor, slots_B, destinations_B, u: None, path) -> None:
+    def fold(self, nodes: Nodes, shared: Nodes, pool: Tensor, slots_B, destinations_B, u: Tensor | None, path) -> None:
         (x, dt, b, _), (a,) = nodes, shared
         mamba2_tree.mamba2_fold(pool, slots_B, destinations_B, dt, a, x, b, path)
 
@@ -148,7 +148,7 @@ class DeltaRule:
     def verify(self, nodes: Nodes, shared: Nodes, pool: Tensor, slots_B: Tensor, tree: DraftTree):
         return self.tree_form(*nodes, pool, slots_B, tree)
 
-    def fold(self, nodes: Nodes, shared: Nodes, pool: Tensor, slots_B, destinations_B, u: Tensor, path) -> None:
+    def fold(self, nodes: Nodes, shared: Nodes, pool: Tensor, slots_B, destinations_B, u: Tensor | None, path) -> None:
         _, k, _, log_a, _ = nodes
         self.fold_form(pool, slots_B, destinations_B, k, u, log_a, path)
 
