@@ -64,11 +64,13 @@ class CompiledSteps:
         prefill, decode = _example_prefill(model.device), _example_decode(self.max_context_len, model.device)
 
         with many_graphs() if model.device.type == "cpu" else nullcontext():
-            report("embedding and choice of tokens")
+            report("choice of tokens")
             code = code_digest()
-            tokens = (prefill.token_ids_L, torch.zeros_like(prefill.token_ids_L))
-            mark_dynamic(tokens)
-            self._embed = CompiledFunction(embed_tokens, model, *tokens, last_token_R, code=code)
+            self._embed: Callable[..., Tensor] = embed_tokens
+            if model.device.type == "cuda":  # on a CPU a graph costs as much per call as its three operations
+                tokens = (prefill.token_ids_L, torch.zeros_like(prefill.token_ids_L))
+                mark_dynamic(tokens)
+                self._embed = CompiledFunction(embed_tokens, model, *tokens, last_token_R, code=code)
             x_MD = model.embed(prefill.logits_tokens_M)
             mark_dynamic([x_MD])
             draw = _example_draw(_NUM_LOGITS, model.device)

@@ -25,7 +25,7 @@ with HybridRuntime("tiny", num_kv_slots=200, num_state_slots=6) as rt:
 def test_a_start_says_what_is_being_done(capsys: pytest.CaptureFixture[str]) -> None:
     with HybridRuntime("tiny", num_kv_slots=200, num_state_slots=6):
         said = capsys.readouterr().err
-    parts = ("embedding", "prefill", "decode", "kernels", "trial run")
+    parts = ("choice of tokens", "prefill", "decode", "kernels", "trial run")
     assert len(parts) == NUM_PARTS
     for part in parts:
         assert f"compiling steps, once per model and machine: {part}" in said
