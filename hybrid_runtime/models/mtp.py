@@ -168,7 +168,7 @@ def save_mtp(path: str | os.PathLike[str], spec: MtpSpec, tensors: Mapping[str, 
         for name, tensor in tensors.items()
     }
     scratch = path.with_name(path.name + ".partial")
-    save_file(stored, scratch, metadata={"format": "pt", _METADATA_KEY: spec.to_json()})
+    save_file(stored, scratch, metadata={_METADATA_KEY: spec.to_json()})
     os.replace(scratch, path)
 
 

@@ -61,6 +61,27 @@ class MtpBlockWeights:
     feed_forward_norm_D: Tensor
     feed_forward: GatedMlpWeights
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], prefix: str) -> MtpBlockWeights:
+        """The block whose tensors have names that begin with `prefix`; shares them."""
+        return cls(
+            attention_norm_D=tensors[prefix + "attention_norm"],
+            attention=FrozenAttentionWeights(Linear(tensors[prefix + "query"]), Linear(tensors[prefix + "output"])),
+            feed_forward_norm_D=tensors[prefix + "feed_forward_norm"],
+            feed_forward=GatedMlpWeights((Linear(tensors[prefix + "gate_up"]),), Linear(tensors[prefix + "down"])),
+        )
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The tensors that `of` was given, by their names without the prefix."""
+        return {
+            "attention_norm": self.attention_norm_D,
+            "query": self.attention.query.weight_OI,
+            "output": self.attention.output.weight_OI,
+            "feed_forward_norm": self.feed_forward_norm_D,
+            "gate_up": self.feed_forward.gate_up[0].weight_OI,
+            "down": self.feed_forward.down.weight_OI,
+        }
+
 
 @dataclass(frozen=True)
 class MtpWeights:
@@ -79,18 +100,21 @@ class MtpWeights:
             embedding_norm_D=tensors["embedding_norm"],
             hidden_norm_D=tensors["hidden_norm"],
             project=Linear(tensors["project"]),
-            blocks=tuple(_block_weights(tensors, f"blocks.{index}.") for index in range(num_blocks)),
+            blocks=tuple(MtpBlockWeights.of(tensors, f"blocks.{index}.") for index in range(num_blocks)),
             final_norm_D=tensors["final_norm"],
         )
 
-
-def _block_weights(tensors: Mapping[str, Tensor], prefix: str) -> MtpBlockWeights:
-    return MtpBlockWeights(
-        attention_norm_D=tensors[prefix + "attention_norm"],
-        attention=FrozenAttentionWeights(Linear(tensors[prefix + "query"]), Linear(tensors[prefix + "output"])),
-        feed_forward_norm_D=tensors[prefix + "feed_forward_norm"],
-        feed_forward=GatedMlpWeights((Linear(tensors[prefix + "gate_up"]),), Linear(tensors[prefix + "down"])),
-    )
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The tensors that `of` was given."""
+        tensors = {
+            "embedding_norm": self.embedding_norm_D,
+            "hidden_norm": self.hidden_norm_D,
+            "project": self.project.weight_OI,
+            "final_norm": self.final_norm_D,
+        }
+        for index, block in enumerate(self.blocks):
+            tensors |= {f"blocks.{index}.{name}": tensor for name, tensor in block.named_tensors().items()}
+        return tensors
 
 
 def attention_mixers(target: HybridModel) -> tuple[AttentionMixer, ...]:

@@ -19,17 +19,21 @@ from torch.nn import functional
 
 from hybrid_runtime.training.kda_batched import chunk_outputs, chunk_states, prepare_chunks
 
+LATENT_EPS = 1e-6  # of the norm of latents: transformers has it fixed, whatever the config says
 
-def _linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+
+def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x Wᵀ` with the product in `dtype`, as float32."""
     return functional.linear(x.to(dtype), weight.to(dtype)).float()
 
 
 def _fused_linear(x: Tensor, weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Several projections of one input as one product."""
-    return _linear(x, torch.cat(list(weights)), dtype).split([weight.shape[0] for weight in weights], dim=-1)
+    return linear(x, torch.cat(list(weights)), dtype).split([weight.shape[0] for weight in weights], dim=-1)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm over the last axis, all in the dtype of `x`."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
@@ -47,15 +51,15 @@ def _causal_conv_silu(x_BLD: Tensor, weight_D1W: Tensor) -> Tensor:
 
 def _kda_inputs(x_BLD: Tensor, w: dict[str, Tensor], num_heads: int, eps: float, dtype: torch.dtype) -> Any:
     """Norm, projections, convolution and gates, up to what the scan over chunks needs, and the output gate."""
-    x_BLD = _rms_norm(x_BLD, w["input_layernorm.weight"], eps)
+    x_BLD = rms_norm(x_BLD, w["input_layernorm.weight"], eps)
     names = ("q_proj", "k_proj", "v_proj", "forget_gate.f_a_proj", "g_a_proj", "b_proj")
     *qkv, f_a, g_a, b_BLH = _fused_linear(x_BLD, [w[f"self_attn.{name}.weight"] for name in names], dtype)
     qkv_BLD = _causal_conv_silu(torch.cat(qkv, dim=-1), w["self_attn.conv1d.weight"])
     q, k, v = rearrange(qkv_BLD, "b l (three h p) -> three b l h p", three=3, h=num_heads).unbind()
-    forget = _linear(f_a, w["self_attn.forget_gate.f_b_proj.weight"], dtype) + w["self_attn.forget_gate.dt_bias"]
+    forget = linear(f_a, w["self_attn.forget_gate.f_b_proj.weight"], dtype) + w["self_attn.forget_gate.dt_bias"]
     rate_H1 = w["self_attn.forget_gate.A_log"].exp().view(num_heads, 1)
     log_a_BLHK = -rate_H1 * functional.softplus(rearrange(forget, "b l (h k) -> b l h k", h=num_heads))
-    gate = _linear(g_a, w["self_attn.g_b_proj.weight"], dtype)
+    gate = linear(g_a, w["self_attn.g_b_proj.weight"], dtype)
     q = _l2_normalise(q) * q.shape[-1] ** -0.5
     return *prepare_chunks(q, _l2_normalise(k), v, log_a_BLHK, b_BLH.sigmoid()), gate
 
@@ -70,16 +74,16 @@ def _kda_outputs(
     dtype: torch.dtype,
 ) -> Tensor:
     """Read-out, gated norm and output projection of a KDA layer, then its feed-forward block."""
-    o_BLHP = _rms_norm(chunk_outputs(states, *chunks), w["self_attn.o_norm.weight"], eps)
+    o_BLHP = rms_norm(chunk_outputs(states, *chunks), w["self_attn.o_norm.weight"], eps)
     o_BLD = rearrange(o_BLHP, "b l h p -> b l (h p)") * gate_BLD.sigmoid()
-    x_BLD = x_BLD + _linear(o_BLD, w["self_attn.o_proj.weight"], dtype)
+    x_BLD = x_BLD + linear(o_BLD, w["self_attn.o_proj.weight"], dtype)
     return _feed_forward(x_BLD, w, eps, dtype)
 
 
 def _feed_forward(x_BLD: Tensor, w: dict[str, Tensor], eps: float, dtype: torch.dtype) -> Tensor:
-    h_BLD = _rms_norm(x_BLD, w["post_attention_layernorm.weight"], eps)
+    h_BLD = rms_norm(x_BLD, w["post_attention_layernorm.weight"], eps)
     gate, up = _fused_linear(h_BLD, [w["mlp.gate_proj.weight"], w["mlp.up_proj.weight"]], dtype)
-    return x_BLD + _linear(functional.silu(gate) * up, w["mlp.down_proj.weight"], dtype)
+    return x_BLD + linear(functional.silu(gate) * up, w["mlp.down_proj.weight"], dtype)
 
 
 def _attention_layer(
@@ -87,26 +91,33 @@ def _attention_layer(
 ) -> Tensor:
     """Multi-head latent attention without positions, then the feed-forward block. `dims`: latent, shared key, value."""
     latent_dim, shared_dim, value_dim = dims
-    h_BLD = _rms_norm(x_BLD, w["input_layernorm.weight"], eps)
+    h_BLD = rms_norm(x_BLD, w["input_layernorm.weight"], eps)
     names = ("q_proj", "kv_a_proj_with_mqa")
     q, latent = _fused_linear(h_BLD, [w[f"self_attn.{name}.weight"] for name in names], dtype)
     q_BHLK = rearrange(q, "b l (h k) -> b h l k", h=num_heads)
     latent, k_shared = latent.split([latent_dim, shared_dim], dim=-1)
-    latent = _rms_norm(latent, w["self_attn.kv_a_layernorm.weight"], 1e-6)
-    kv = rearrange(_linear(latent, w["self_attn.kv_b_proj.weight"], dtype), "b l (h p) -> b h l p", h=num_heads)
+    latent = rms_norm(latent, w["self_attn.kv_a_layernorm.weight"], LATENT_EPS)
+    kv = rearrange(linear(latent, w["self_attn.kv_b_proj.weight"], dtype), "b l (h p) -> b h l p", h=num_heads)
     k_BHLK, v_BHLP = kv.split([kv.shape[-1] - value_dim, value_dim], dim=-1)
     k_BHLK = torch.cat([k_BHLK, k_shared[:, None].expand(-1, num_heads, -1, -1)], dim=-1)
     # In float32: torch's CPU kernel for short sequences is slower in bfloat16.
     o = functional.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLP, is_causal=True)
-    x_BLD = x_BLD + _linear(rearrange(o, "b h l p -> b l (h p)"), w["self_attn.o_proj.weight"], dtype)
+    x_BLD = x_BLD + linear(rearrange(o, "b h l p -> b l (h p)"), w["self_attn.o_proj.weight"], dtype)
     return _feed_forward(x_BLD, w, eps, dtype)
 
 
 def _token_losses(
     x_BLD: Tensor, norm: Tensor, head: Tensor, targets_BL: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    logits = _linear(_rms_norm(x_BLD, norm, eps), head, dtype)
+    logits = linear(rms_norm(x_BLD, norm, eps), head, dtype)
     return functional.cross_entropy(logits.flatten(0, 1), targets_BL.flatten(), reduction="none").view_as(targets_BL)
+
+
+def _latents(x_BLD: Tensor, w: dict[str, Tensor], latent_dim: int, eps: float, dtype: torch.dtype) -> Tensor:
+    """What an attention layer keeps of each token: the normed latent, then the key channels that all heads share."""
+    latent = linear(rms_norm(x_BLD, w["input_layernorm.weight"], eps), w["self_attn.kv_a_proj_with_mqa.weight"], dtype)
+    latent, k_shared = latent.split([latent_dim, latent.shape[-1] - latent_dim], dim=-1)
+    return torch.cat([rms_norm(latent, w["self_attn.kv_a_layernorm.weight"], LATENT_EPS), k_shared], dim=-1)
 
 
 class TrainingForward:
@@ -130,9 +141,17 @@ class TrainingForward:
     def __call__(self, ids_BL: Tensor, targets_BL: Tensor) -> Tensor:
         """Negative log likelihood in nats of each target, `[B, L]` float32. L must be a multiple of the KDA chunk."""
         model: Any = self._model
+        norm, head, eps = model.model.norm.weight, model.lm_head.weight, model.config.rms_norm_eps
+        losses: Tensor = self._token_losses(self.streams(ids_BL)[-1], norm, head, targets_BL, eps, self._dtype)
+        return losses
+
+    def streams(self, ids_BL: Tensor) -> list[Tensor]:
+        """The residual stream `[B, L, D]` before each layer, then the one behind the last."""
+        model: Any = self._model
         config, decoder = model.config, model.model
         eps, dtype = config.rms_norm_eps, self._dtype
         x_BLD = functional.embedding(ids_BL, decoder.embed_tokens.weight)
+        streams = [x_BLD]
         for layer in decoder.layers:
             w = dict(layer.named_parameters())
             if layer.block_type == "full_attention":
@@ -142,5 +161,19 @@ class TrainingForward:
                 key, decay, u, wk, q, scores, gate = self._kda_inputs(x_BLD, w, config.linear_num_heads, eps, dtype)
                 states = chunk_states(key, decay, u, wk)
                 x_BLD = self._kda_outputs(x_BLD, states, (u, wk, q, scores), gate, w, eps, dtype)
-        losses: Tensor = self._token_losses(x_BLD, decoder.norm.weight, model.lm_head.weight, targets_BL, eps, dtype)
-        return losses
+            streams.append(x_BLD)
+        return streams
+
+    @torch.no_grad()
+    def memory(self, ids_BL: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What a head that drafts for the model reads: the stream behind the last layer `[B, L, D]`, and of each
+        attention layer the latents `[B, L, C]`. No gradients.
+        """
+        model: Any = self._model
+        config, streams = model.config, self.streams(ids_BL)
+        latents = tuple(
+            _latents(x_BLD, dict(layer.named_parameters()), config.kv_lora_rank, config.rms_norm_eps, self._dtype)
+            for layer, x_BLD in zip(model.model.layers, streams[:-1], strict=True)
+            if layer.block_type == "full_attention"
+        )
+        return streams[-1], latents
