@@ -1,7 +1,7 @@
 """The tensors of pool indices that one model step reads, and the memory it reads and writes through them.
 
 Shapes: L tokens of all sequences of a prefill, S its sequences, R states it returns, M tokens whose logits are wanted,
-B rows of a decode.
+B rows of a decode or verify, T nodes of a draft tree.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_runtime.ops.draft_tree import AcceptedPath, DraftTree
 from hybrid_runtime.ops.draw import DrawInputs
 from hybrid_runtime.ops.ragged import RaggedLayout
 
@@ -24,12 +25,14 @@ class StepMemory:
 
     `kv_layers[d]`: the named KV tensors `[kv slots + 1, ...]` of the d-th attention of the model; `state_layers[d]`:
     the named state tensors `[state slots + 1, ...]` of its d-th recurrent mixer; `req_to_token`: int32
-    `[rows + 1, max_model_len]`, the KV slot of each position of each request.
+    `[rows + 1, max_model_len]`, the KV slot of each position of each request. `record_layers[d]`: what verifies note
+    down at that mixer until something is committed, `[rows + 1, T, ...]`; of a runtime that does not speculate, none.
     """
 
     kv_layers: tuple[Mapping[str, Tensor], ...]
     state_layers: tuple[Mapping[str, Tensor], ...]
     req_to_token: Tensor
+    record_layers: tuple[Mapping[str, Tensor], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,38 @@ class DecodeInputs:
     context_lens_B: Tensor  # int64, tokens in the pools after this step, this one included; padding rows: 1
     max_context_len: int  # at least every entry of context_lens_B
     working_slots_B: Tensor  # int64, state slots updated in place; padding rows: 0
+
+
+@dataclass(frozen=True)
+class VerifyInputs:
+    """A draft tree for each of B rows, T nodes each, root included (see `ops.draft_tree`).
+
+    Nodes that fill a tree up have token 0 and KV slot 0; the nodes of padding rows have, too.
+    """
+
+    token_ids_BT: Tensor  # int64
+    positions_BT: Tensor  # int64, committed length of the row plus the node's depth
+    kv_slots_BT: Tensor  # int64, KV slots that the nodes' K and V are written to
+    request_rows_B: Tensor  # int64, rows of req_to_token; padding rows: 0
+    committed_lens_B: Tensor  # int64, tokens in the pools, those of the tree not counted; padding rows: 0
+    max_context_len: int  # at least every entry of committed_lens_B
+    working_slots_B: Tensor  # int64, state slots of the committed states, which are read; padding rows: 0
+    tree: DraftTree
+
+    @property
+    def num_nodes(self) -> int:
+        """T."""
+        return self.token_ids_BT.shape[1]
+
+
+@dataclass(frozen=True)
+class CommitInputs:
+    """What is to become of the trees of B rows, in the order of the rows that were verified."""
+
+    request_rows_B: Tensor  # int64; padding rows: 0
+    working_slots_B: Tensor  # int64, state slots of the committed states
+    destinations_B: Tensor  # int64, state slots for the states behind the paths: the same ones, or others; 0: none
+    path: AcceptedPath
 
 
 def draw_inputs(fields_FB: Tensor) -> DrawInputs:

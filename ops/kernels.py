@@ -17,14 +17,20 @@ from torch.nn import functional
 
 from hybrid_runtime.ops.attention import decode_attention, decode_latents, decode_mla, prefill_attention, prefill_mla
 from hybrid_runtime.ops.conv import causal_conv, conv_step
+from hybrid_runtime.ops.conv_tree import conv_fold, conv_tree
 from hybrid_runtime.ops.draw import draw_tokens
 from hybrid_runtime.ops.gdn import gdn_chunked, gdn_step
+from hybrid_runtime.ops.gdn_tree import gdn_fold, gdn_tree, gdn_tree_states
 from hybrid_runtime.ops.kda import kda_chunked, kda_step
+from hybrid_runtime.ops.kda_tree import kda_fold, kda_tree, kda_tree_states
 from hybrid_runtime.ops.mamba2 import mamba2_chunked, mamba2_step
+from hybrid_runtime.ops.mamba2_tree import mamba2_fold, mamba2_tree, mamba2_tree_states
 from hybrid_runtime.ops.moe import moe_feed_forward
+from hybrid_runtime.ops.tree_attention import tree_attention, tree_mla
 
 TensorOp = Callable[..., Tensor]
 PairOp = Callable[..., tuple[Tensor, Tensor]]
+PoolOp = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,19 @@ class Kernels:
     decode_mla: TensorOp
     moe_feed_forward: TensorOp
     draw_tokens: TensorOp
+    conv_tree: TensorOp
+    conv_fold: PoolOp
+    mamba2_tree: TensorOp
+    mamba2_fold: PoolOp
+    mamba2_tree_states: TensorOp
+    gdn_tree: PairOp
+    gdn_fold: PoolOp
+    gdn_tree_states: TensorOp
+    kda_tree: PairOp
+    kda_fold: PoolOp
+    kda_tree_states: TensorOp
+    tree_attention: TensorOp
+    tree_mla: TensorOp
 
 
 def _plain_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
@@ -77,6 +96,19 @@ REFERENCE = Kernels(
     decode_mla=decode_mla,
     moe_feed_forward=moe_feed_forward,
     draw_tokens=draw_tokens,
+    conv_tree=conv_tree,
+    conv_fold=conv_fold,
+    mamba2_tree=mamba2_tree,
+    mamba2_fold=mamba2_fold,
+    mamba2_tree_states=mamba2_tree_states,
+    gdn_tree=gdn_tree,
+    gdn_fold=gdn_fold,
+    gdn_tree_states=gdn_tree_states,
+    kda_tree=kda_tree,
+    kda_fold=kda_fold,
+    kda_tree_states=kda_tree_states,
+    tree_attention=tree_attention,
+    tree_mla=tree_mla,
 )
 
 

@@ -1,6 +1,6 @@
 """One depth of a model: mixers in parallel, then a feed-forward, each behind a norm and added to the residual stream.
 
-Shapes: N tokens or rows (L in prefill, B in decode), D hidden size.
+Shapes: N tokens, rows or nodes (L in prefill, B in decode, B trees of T nodes in verify), D hidden size.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs
+from hybrid_runtime.graphs.step_inputs import CommitInputs, DecodeInputs, PrefillInputs, VerifyInputs
 from hybrid_runtime.models.feed_forward import build_feed_forward
-from hybrid_runtime.models.mixers import Mixer, MixerMemory, build_mixer
+from hybrid_runtime.models.mixers import AttentionMixer, Mixer, MixerMemory, RecurrentMixer, build_mixer
+from hybrid_runtime.models.rollback import Rollback
 from hybrid_runtime.models.spec import BlockSpec, NormSpec
 from hybrid_runtime.models.weights import BlockWeights
 from hybrid_runtime.ops.kernels import Kernels
@@ -41,6 +42,17 @@ class MixerSublayer:
         """The residual stream behind the mixers; writes `memories`, one per mixer."""
         branches = zip(self.mixers, self._branch_inputs(x_BD), memories, strict=True)
         return self._add(x_BD, [mixer.decode(h_BD, inputs, memory) for mixer, h_BD, memory in branches])
+
+    def verify(self, x_ND: Tensor, inputs: VerifyInputs, memories: Sequence[MixerMemory], rollback: Rollback) -> Tensor:
+        """The residual stream behind the mixers; writes KV of the nodes, and records."""
+        branches = zip(self.mixers, self._branch_inputs(x_ND), memories, strict=True)
+        return self._add(x_ND, [_verify(mixer, h_ND, inputs, memory, rollback) for mixer, h_ND, memory in branches])
+
+    def commit(self, inputs: CommitInputs, memories: Sequence[MixerMemory], rollback: Rollback) -> None:
+        """Writes the states behind the accepted paths."""
+        for mixer, memory in zip(self.mixers, memories, strict=True):
+            if isinstance(mixer, RecurrentMixer):
+                mixer.commit(inputs, memory, rollback)
 
     def _branch_inputs(self, x_ND: Tensor) -> list[Tensor]:
         normed_ND = apply_norm(x_ND, self.norm, self.norm_D)
@@ -98,6 +110,19 @@ class Block:
         if self.mixing is not None:
             x_BD = self.mixing.decode(x_BD, inputs, memories)
         return x_BD if self.feed_forward is None else self.feed_forward.decode(x_BD)
+
+    def verify(self, x_ND: Tensor, inputs: VerifyInputs, memories: Sequence[MixerMemory], rollback: Rollback) -> Tensor:
+        """The residual stream behind this depth; writes KV of the nodes, and records."""
+        if self.mixing is not None:
+            x_ND = self.mixing.verify(x_ND, inputs, memories, rollback)
+        return x_ND if self.feed_forward is None else self.feed_forward.decode(x_ND)
+
+
+def _verify(mixer: Mixer, x_ND: Tensor, inputs: VerifyInputs, memory: MixerMemory, rollback: Rollback) -> Tensor:
+    if isinstance(mixer, AttentionMixer):
+        return mixer.verify(x_ND, inputs, memory)
+    assert isinstance(mixer, RecurrentMixer)
+    return mixer.verify(x_ND, inputs, memory, rollback)
 
 
 def apply_norm(x_ND: Tensor, spec: NormSpec | None, weight_D: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """A language model as a list of depths over shared weights and pooled memory.
 
-Shapes: L tokens of a prefill, M tokens whose logits are wanted, B rows of a decode, N either of M and B, D hidden size,
-V vocabulary.
+Shapes: L tokens of a prefill, M tokens whose logits are wanted, B rows of a decode, N any of M, B and the nodes of B
+draft trees, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory
+from hybrid_runtime.graphs.step_inputs import CommitInputs, DecodeInputs, PrefillInputs, StepMemory, VerifyInputs
 from hybrid_runtime.memory.pools import LayerSpec
 from hybrid_runtime.models.block import Block, apply_norm, scale
 from hybrid_runtime.models.mixers import AttentionMixer, Mixer, MixerMemory, RecurrentMixer
+from hybrid_runtime.models.rollback import Rollback
 from hybrid_runtime.models.spec import ModelSpec
 from hybrid_runtime.models.weights import Linear, ModelWeights, map_linears
 from hybrid_runtime.ops.kernels import REFERENCE, Kernels
@@ -30,8 +31,10 @@ class _Place:
     index: int
 
     def memory(self, memory: StepMemory) -> MixerMemory:
-        layers = memory.kv_layers if isinstance(self.mixer, AttentionMixer) else memory.state_layers
-        return MixerMemory(layers[self.index], memory.req_to_token)
+        if isinstance(self.mixer, AttentionMixer):
+            return MixerMemory(memory.kv_layers[self.index], memory.req_to_token)
+        records = memory.record_layers[self.index] if memory.record_layers else {}
+        return MixerMemory(memory.state_layers[self.index], memory.req_to_token, records)
 
 
 class HybridModel:
@@ -104,12 +107,24 @@ class HybridModel:
         state_dtype = state_dtype or state_dtype_for(self.weights.embedding_VD)
         return tuple(mixer.state_tensors(self.dtype, state_dtype) for mixer in self._recurrents)
 
+    def record_layers(
+        self, num_nodes: int, rollback: Rollback, state_dtype: torch.dtype | None = None
+    ) -> tuple[LayerSpec, ...]:
+        """What verifies of trees of `num_nodes` nodes note down of one row, per recurrent depth."""
+        state_dtype = state_dtype or state_dtype_for(self.weights.embedding_VD)
+        return tuple(m.record_tensors(self.dtype, state_dtype, num_nodes, rollback) for m in self._recurrents)
+
     @torch.no_grad()
     def prefill(self, inputs: PrefillInputs, memory: StepMemory) -> Tensor:
         """Runs a ragged prefill: writes K and V of its tokens and the requested states to the pools in `memory`.
 
         Returns the logits `[M, V]` at `inputs.logits_tokens_M`, float32 (float64 for a float64 model).
         """
+        return self.logits(self.prefill_stream(inputs, memory))
+
+    @torch.no_grad()
+    def prefill_stream(self, inputs: PrefillInputs, memory: StepMemory) -> Tensor:
+        """As `prefill`, but returns the residual stream `[M, D]` behind the last block."""
         x_LD = self.embed(inputs.token_ids_L)
         *earlier, (last, last_memories) = zip(self.blocks, self.memories(memory), strict=True)
         for block, memories in earlier:
@@ -117,7 +132,7 @@ class HybridModel:
         if last.mixing is not None:
             x_LD = last.mixing.prefill(x_LD, inputs, last_memories)
         x_MD = x_LD[inputs.logits_tokens_M]  # nothing reads what the last feed-forward makes of the other tokens
-        return self.logits(x_MD if last.feed_forward is None else last.feed_forward.prefill(x_MD))
+        return x_MD if last.feed_forward is None else last.feed_forward.prefill(x_MD)
 
     @torch.no_grad()
     def decode(self, inputs: DecodeInputs, memory: StepMemory) -> Tensor:
@@ -125,10 +140,33 @@ class HybridModel:
 
         Returns the logits `[B, V]`, float32 (float64 for a float64 model); those of padding rows mean nothing.
         """
+        return self.logits(self.decode_stream(inputs, memory))
+
+    @torch.no_grad()
+    def decode_stream(self, inputs: DecodeInputs, memory: StepMemory) -> Tensor:
+        """As `decode`, but returns the residual stream `[B, D]` behind the last block."""
         x_BD = self.embed(inputs.token_ids_B)
         for block, memories in zip(self.blocks, self.memories(memory), strict=True):
             x_BD = block.decode(x_BD, inputs, memories)
-        return self.logits(x_BD)
+        return x_BD
+
+    @torch.no_grad()
+    def verify_stream(self, inputs: VerifyInputs, memory: StepMemory, rollback: Rollback) -> Tensor:
+        """The residual stream `[N, D]` behind the last block, of all nodes of B draft trees, row by row.
+
+        Writes K and V of the nodes, and records; states and windows stay as they are until a `commit`.
+        """
+        x_ND = self.embed(inputs.token_ids_BT.flatten())
+        for block, memories in zip(self.blocks, self.memories(memory), strict=True):
+            x_ND = block.verify(x_ND, inputs, memories, rollback)
+        return x_ND
+
+    @torch.no_grad()
+    def commit(self, inputs: CommitInputs, memory: StepMemory, rollback: Rollback) -> None:
+        """Writes the states behind the accepted paths, from the records of the verify of these rows."""
+        for block, memories in zip(self.blocks, self.memories(memory), strict=True):
+            if block.mixing is not None:
+                block.mixing.commit(inputs, memories, rollback)
 
     def _place(self, mixer: Mixer) -> _Place:
         if isinstance(mixer, AttentionMixer):

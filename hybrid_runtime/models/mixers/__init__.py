@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybrid_runtime.models.mixers.attention import GqaMixer
-from hybrid_runtime.models.mixers.base import AttentionMixer, Mixer, MixerMemory, RecurrentMixer
+from hybrid_runtime.models.mixers.base import AttentionMixer, Mixer, MixerMemory
 from hybrid_runtime.models.mixers.gdn import GdnMixer
 from hybrid_runtime.models.mixers.kda import KdaMixer
 from hybrid_runtime.models.mixers.mamba2 import Mamba2Mixer
 from hybrid_runtime.models.mixers.mla import MlaMixer
+from hybrid_runtime.models.mixers.recurrent import RecurrentMixer
 from hybrid_runtime.models.spec import AttentionSpec, GdnSpec, KdaSpec, Mamba2Spec, MixerSpec, MlaSpec
 from hybrid_runtime.ops.kernels import Kernels
 

@@ -1,20 +1,21 @@
 """Grouped-query attention over the KV pool: optional rotary positions, query and key norms, output gate, window.
 
-Shapes: N tokens or rows (L in prefill, B in decode), D hidden size, H query heads, G KV heads, K head dim, V value dim,
-F rotary frequencies.
+Shapes: N tokens, rows or nodes (L in prefill, B in decode, B trees of T nodes in verify), D hidden size, H query heads,
+G KV heads, K head dim, V value dim, F rotary frequencies.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs
+from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, VerifyInputs
 from hybrid_runtime.memory.pools import LayerSpec, TensorSpec
-from hybrid_runtime.models.mixers.base import AttentionMixer, MixerMemory, write_slots
+from hybrid_runtime.models.mixers.base import AttentionMixer, MixerMemory, write_node_entries, write_slots
 from hybrid_runtime.models.spec import AttentionSpec
 from hybrid_runtime.models.weights import Linear
 from hybrid_runtime.ops.kernels import Kernels
@@ -87,6 +88,25 @@ class GqaMixer(AttentionMixer):
         )
         return self._output(y_BHV, gate_BHV, x_BD.dtype)
 
+    def verify(self, x_ND: Tensor, inputs: VerifyInputs, memory: MixerMemory) -> Tensor:
+        rotation = self._rotation(inputs.positions_BT.flatten(), x_ND.dtype)
+        query_NHK, gate_NHV = self._query(x_ND, rotation)
+        self._write_kv(x_ND, rotation, inputs.kv_slots_BT.flatten(), memory, write_node_entries)
+        y_BTHV = self.kernels.tree_attention(
+            rearrange(query_NHK, "(b t) h k -> b t h k", t=inputs.num_nodes),
+            memory.tensors[KEY],
+            memory.tensors[VALUE],
+            memory.req_to_token,
+            inputs.request_rows_B,
+            inputs.committed_lens_B,
+            inputs.max_context_len,
+            inputs.kv_slots_BT,
+            inputs.tree,
+            scale=self.spec.scale,
+            window=self.spec.window,
+        )
+        return self._output(y_BTHV.flatten(0, 1), gate_NHV, x_ND.dtype)
+
     def _rotation(self, positions_N: Tensor, dtype: torch.dtype) -> Rotation:
         """Cosines and sines for the given positions; None without rotary positions."""
         rope = self.spec.rope
@@ -103,13 +123,20 @@ class GqaMixer(AttentionMixer):
             query_NHK, gate_NHV = query_NHK.split([spec.head_dim, spec.value_dim], dim=-1)
         return self._norm_and_rotate(query_NHK, self.weights.query_norm_K, rotation), gate_NHV
 
-    def _write_kv(self, x_ND: Tensor, rotation: Rotation, kv_slots_N: Tensor, memory: MixerMemory) -> None:
+    def _write_kv(
+        self,
+        x_ND: Tensor,
+        rotation: Rotation,
+        kv_slots_N: Tensor,
+        memory: MixerMemory,
+        write: Callable[[Tensor, Tensor, Tensor], None] = write_slots,
+    ) -> None:
         weights, num_kv_heads = self.weights, self.spec.num_kv_heads
         key_NGK = rearrange(self.kernels.linear(x_ND, *weights.key), "n (g k) -> n g k", g=num_kv_heads)
         key_NGK = self._norm_and_rotate(key_NGK, weights.key_norm_K, rotation)
         value_NGV = rearrange(self.kernels.linear(x_ND, *weights.value), "n (g v) -> n g v", g=num_kv_heads)
-        write_slots(memory.tensors[KEY], kv_slots_N, key_NGK)
-        write_slots(memory.tensors[VALUE], kv_slots_N, value_NGV)
+        write(memory.tensors[KEY], kv_slots_N, key_NGK)
+        write(memory.tensors[VALUE], kv_slots_N, value_NGV)
 
     def _norm_and_rotate(self, x_NHK: Tensor, norm_K: Tensor | None, rotation: Rotation) -> Tensor:
         if norm_K is not None:

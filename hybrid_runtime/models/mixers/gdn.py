@@ -1,7 +1,7 @@
 """Gated DeltaNet (arXiv:2412.06464): delta rule with a scalar decay per value head.
 
-Shapes: N tokens or rows (L in prefill, B in decode), D hidden size, G key heads, H value heads, J value heads per key
-head, K key dim, V value dim, C conv channels.
+Shapes: N tokens, rows or nodes (L in prefill, B in decode, B trees of T nodes in verify), D hidden size, G key heads, H
+value heads, J value heads per key head, K key dim, V value dim, C conv channels.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs
+from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, VerifyInputs
 from hybrid_runtime.memory.pools import LayerSpec, TensorSpec
-from hybrid_runtime.models.mixers.base import MixerMemory, RecurrentMixer, write_slots
+from hybrid_runtime.models.mixers.base import MixerMemory, write_slots
+from hybrid_runtime.models.mixers.recurrent import RecurrentMixer
 from hybrid_runtime.models.mixers.short_conv import WINDOW, ShortConv
+from hybrid_runtime.models.rollback import Rollback, TreeForms
 from hybrid_runtime.models.spec import GdnSpec
+from hybrid_runtime.models.tree_forms import DeltaForms
 from hybrid_runtime.models.weights import Linear
 from hybrid_runtime.ops.kernels import Kernels
 from hybrid_runtime.ops.norms import gated_rms_norm, l2_norm
@@ -63,6 +66,8 @@ class _Operands(NamedTuple):
 class GdnMixer(RecurrentMixer):
     """State: the conv window `conv` and the delta-rule state `gdn` `[H, V, K]`."""
 
+    state_name = STATE
+
     def __init__(self, spec: GdnSpec, weights: GdnWeights, kernels: Kernels) -> None:
         self.spec = spec
         self.weights = weights
@@ -88,6 +93,32 @@ class GdnMixer(RecurrentMixer):
         operands = self._operands(projected, self.weights.conv.decode(self.kernels, projected.qkv_NC, inputs, memory))
         y_BHV = self.kernels.gdn_step(*operands, memory.tensors[STATE], inputs.working_slots_B)
         return self._output(y_BHV, projected.gate_NHV, x_BD.dtype)
+
+    @property
+    def tree_forms(self) -> TreeForms:
+        spec, kernels = self.spec, self.kernels
+        return DeltaForms(
+            kernels.gdn_tree,
+            kernels.gdn_fold,
+            kernels.gdn_tree_states,
+            kernels.gdn_step,
+            spec.num_key_heads,
+            spec.num_value_heads,
+            spec.key_dim,
+            spec.value_dim,
+            (spec.num_value_heads,),
+        )
+
+    def verify(self, x_ND: Tensor, inputs: VerifyInputs, memory: MixerMemory, rollback: Rollback) -> Tensor:
+        projected = self._project(x_ND)
+        operands = self._operands(projected, self.weights.conv.verify(self.kernels, projected.qkv_NC, inputs, memory))
+        of_trees = _Operands(*(rearrange(x_N, "(b t) ... -> b t ...", t=inputs.num_nodes) for x_N in operands))
+        y_BTHV = rollback.verify(self.tree_forms, of_trees, memory.tensors[STATE], inputs, memory.records)
+        return self._output(y_BTHV.flatten(0, 1), projected.gate_NHV, x_ND.dtype)
+
+    @property
+    def conv(self) -> ShortConv:
+        return self.weights.conv
 
     def _project(self, x_ND: Tensor) -> _Projected:
         spec = self.spec

@@ -1,6 +1,7 @@
 """Kimi delta attention (Kimi Linear, arXiv:2510.26692): delta rule with a decay per key channel.
 
-Shapes: N tokens or rows (L in prefill, B in decode), D hidden size, H heads, K key dim, V value dim, C conv channels.
+Shapes: N tokens, rows or nodes (L in prefill, B in decode, B trees of T nodes in verify), D hidden size, H heads, K key
+dim, V value dim, C conv channels.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs
+from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, VerifyInputs
 from hybrid_runtime.memory.pools import LayerSpec, TensorSpec
-from hybrid_runtime.models.mixers.base import MixerMemory, RecurrentMixer, write_slots
+from hybrid_runtime.models.mixers.base import MixerMemory, write_slots
+from hybrid_runtime.models.mixers.recurrent import RecurrentMixer
 from hybrid_runtime.models.mixers.short_conv import WINDOW, ShortConv
+from hybrid_runtime.models.rollback import Rollback, TreeForms
 from hybrid_runtime.models.spec import KdaSpec
+from hybrid_runtime.models.tree_forms import DeltaForms
 from hybrid_runtime.models.weights import Linear
 from hybrid_runtime.ops.kernels import Kernels
 from hybrid_runtime.ops.norms import gated_rms_norm, l2_norm
@@ -57,6 +61,8 @@ class _Operands(NamedTuple):
 class KdaMixer(RecurrentMixer):
     """State: the conv window `conv` and the delta-rule state `kda` `[H, V, K]`."""
 
+    state_name = STATE
+
     def __init__(self, spec: KdaSpec, weights: KdaWeights, kernels: Kernels) -> None:
         self.spec = spec
         self.weights = weights
@@ -82,6 +88,32 @@ class KdaMixer(RecurrentMixer):
         qkv_BC = self.weights.conv.decode(self.kernels, self._project(x_BD), inputs, memory)
         y_BHV = self.kernels.kda_step(*self._operands(x_BD, qkv_BC), memory.tensors[STATE], inputs.working_slots_B)
         return self._output(x_BD, y_BHV)
+
+    @property
+    def tree_forms(self) -> TreeForms:
+        spec, kernels = self.spec, self.kernels
+        return DeltaForms(
+            kernels.kda_tree,
+            kernels.kda_fold,
+            kernels.kda_tree_states,
+            kernels.kda_step,
+            spec.num_heads,
+            spec.num_heads,
+            spec.key_dim,
+            spec.value_dim,
+            (spec.num_heads, spec.key_dim),
+        )
+
+    def verify(self, x_ND: Tensor, inputs: VerifyInputs, memory: MixerMemory, rollback: Rollback) -> Tensor:
+        qkv_NC = self.weights.conv.verify(self.kernels, self._project(x_ND), inputs, memory)
+        operands = self._operands(x_ND, qkv_NC)
+        of_trees = _Operands(*(rearrange(x_N, "(b t) ... -> b t ...", t=inputs.num_nodes) for x_N in operands))
+        y_BTHV = rollback.verify(self.tree_forms, of_trees, memory.tensors[STATE], inputs, memory.records)
+        return self._output(x_ND, y_BTHV.flatten(0, 1))
+
+    @property
+    def conv(self) -> ShortConv:
+        return self.weights.conv
 
     def _project(self, x_ND: Tensor) -> Tensor:
         weights = self.weights

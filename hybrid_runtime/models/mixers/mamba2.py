@@ -1,7 +1,7 @@
 """Mamba-2 (arXiv:2405.21060).
 
-Shapes: N tokens or rows (L in prefill, B in decode), D hidden size, H heads, P head dim, G groups, S state dim,
-C conv channels. (In `ops/mamba2.py` the state dim is N.)
+Shapes: N tokens, rows or nodes (L in prefill, B in decode, B trees of T nodes in verify), D hidden size, H heads, P
+head dim, G groups, S state dim, C conv channels. (In `ops/mamba2.py` the state dim is N.)
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs
+from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, VerifyInputs
 from hybrid_runtime.memory.pools import LayerSpec, TensorSpec
-from hybrid_runtime.models.mixers.base import MixerMemory, RecurrentMixer, write_slots
+from hybrid_runtime.models.mixers.base import MixerMemory, write_slots
+from hybrid_runtime.models.mixers.recurrent import RecurrentMixer
 from hybrid_runtime.models.mixers.short_conv import WINDOW, ShortConv
+from hybrid_runtime.models.rollback import Rollback, TreeForms
 from hybrid_runtime.models.spec import Mamba2Spec
+from hybrid_runtime.models.tree_forms import Mamba2Forms
 from hybrid_runtime.models.weights import Linear
 from hybrid_runtime.ops.kernels import Kernels
 from hybrid_runtime.ops.norms import gated_rms_norm
@@ -53,6 +56,8 @@ class _Operands(NamedTuple):
 class Mamba2Mixer(RecurrentMixer):
     """State: the conv window `conv` and the SSM state `ssm` `[H, P, S]`."""
 
+    state_name = STATE
+
     def __init__(self, spec: Mamba2Spec, weights: Mamba2Weights, kernels: Kernels) -> None:
         self.spec = spec
         self.weights = weights
@@ -79,6 +84,42 @@ class Mamba2Mixer(RecurrentMixer):
         y_BHP = self.kernels.mamba2_step(*operands, memory.tensors[STATE], inputs.working_slots_B)
         return self._output(y_BHP, operands.x_NHP, gate, x_BD.dtype)
 
+    @property
+    def tree_forms(self) -> TreeForms:
+        spec, kernels = self.spec, self.kernels
+        return Mamba2Forms(
+            kernels.mamba2_tree,
+            kernels.mamba2_fold,
+            kernels.mamba2_tree_states,
+            kernels.mamba2_step,
+            spec.num_heads,
+            spec.head_dim,
+            spec.num_groups,
+            spec.state_dim,
+            self._decay_rate,
+        )
+
+    def verify(self, x_ND: Tensor, inputs: VerifyInputs, memory: MixerMemory, rollback: Rollback) -> Tensor:
+        gate, xbc_NC, dt_NH = self._project(x_ND)
+        operands = self._operands(self.weights.conv.verify(self.kernels, xbc_NC, inputs, memory), dt_NH)
+        to_trees = "(b t) ... -> b t ..."
+        x_BTHP, dt_BTH, b_BTGS, c_BTGS = (
+            rearrange(operand, to_trees, t=inputs.num_nodes)
+            for operand in (operands.x_NHP, operands.dt_NH, operands.b_NGS, operands.c_NGS)
+        )
+        of_trees = _Operands(x_BTHP, dt_BTH, operands.a_H, b_BTGS, c_BTGS)
+        y_BTHP = rollback.verify(self.tree_forms, of_trees, memory.tensors[STATE], inputs, memory.records)
+        return self._output(y_BTHP.flatten(0, 1), operands.x_NHP, gate, x_ND.dtype)
+
+    @property
+    def conv(self) -> ShortConv:
+        return self.weights.conv
+
+    def _decay_rate(self) -> Tensor:
+        """`a`, in state arithmetic."""
+        rate_H = self.weights.log_decay_rate_H
+        return -rate_H.to(state_dtype_for(rate_H)).exp()
+
     def _project(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
         inner = spec.num_heads * spec.head_dim
@@ -97,7 +138,7 @@ class Mamba2Mixer(RecurrentMixer):
         return _Operands(
             x_NHP=rearrange(x, "n (h p) -> n h p", h=spec.num_heads),
             dt_NH=dt_NH.clamp(spec.min_time_step, spec.max_time_step),
-            a_H=-weights.log_decay_rate_H.to(dtype).exp(),
+            a_H=self._decay_rate(),
             b_NGS=rearrange(b, "n (g s) -> n g s", g=spec.num_groups),
             c_NGS=rearrange(c, "n (g s) -> n g s", g=spec.num_groups),
         )

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), without rotary positions.
 
-Shapes: N tokens or rows (L in prefill, B in decode), D hidden size, H heads, R latent dim, C key channels expanded from
-the latent, E key channels that all heads share, V value dim.
+Shapes: N tokens, rows or nodes (L in prefill, B in decode, B trees of T nodes in verify), D hidden size, H heads, R
+latent dim, C key channels expanded from the latent, E key channels that all heads share, V value dim.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs
+from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, VerifyInputs
 from hybrid_runtime.memory.pools import LayerSpec, TensorSpec
-from hybrid_runtime.models.mixers.base import AttentionMixer, MixerMemory, write_slots
+from hybrid_runtime.models.mixers.base import AttentionMixer, MixerMemory, write_node_entries, write_slots
 from hybrid_runtime.models.spec import MlaSpec
 from hybrid_runtime.models.weights import Linear
 from hybrid_runtime.ops.kernels import Kernels
@@ -79,6 +79,26 @@ class MlaMixer(AttentionMixer):
             scale=self.spec.scale,
         )
         return self.kernels.linear(rearrange(y_BHV, "b h v -> b (h v)"), *self.weights.output)
+
+    def verify(self, x_ND: Tensor, inputs: VerifyInputs, memory: MixerMemory) -> Tensor:
+        pool = memory.tensors[LATENT]
+        write_node_entries(pool, inputs.kv_slots_BT.flatten(), self._latent(x_ND))
+        to_trees = "(b t) h c -> b t h c"
+        query_NHC, shared_NHE = self._query(x_ND)
+        y_BTHV = self.kernels.tree_mla(
+            rearrange(query_NHC, to_trees, t=inputs.num_nodes),
+            rearrange(shared_NHE, to_trees, t=inputs.num_nodes),
+            pool,
+            *self._expansions(),
+            memory.req_to_token,
+            inputs.request_rows_B,
+            inputs.committed_lens_B,
+            inputs.max_context_len,
+            inputs.kv_slots_BT,
+            inputs.tree,
+            scale=self.spec.scale,
+        )
+        return self.kernels.linear(rearrange(y_BTHV, "b t h v -> (b t) (h v)"), *self.weights.output)
 
     def _latent(self, x_ND: Tensor) -> Tensor:
         spec = self.spec
