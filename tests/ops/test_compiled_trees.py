@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybrid_runtime.ops import kda_tree
@@ -21,6 +22,8 @@ from hybrid_runtime.ops.tree_attention import tree_attention, tree_mla
 from tests.ops.recurrent_trees import OPS, DeltaRule, Mamba2, Nodes, make_case
 from tests.ops.tree_cases import large_parents
 
+aten = torch.ops.aten
+WAITING = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.repeat_interleave}
 NUM_NODES, NUM_SLOTS = 3, 8
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)  # fused float32 code rounds less or elsewhere
@@ -110,6 +113,23 @@ def round_of(case: Mamba2 | DeltaRule | str) -> Callable[..., tuple[Tensor | Non
     if isinstance(case, str):
         return {"convolution": convolution_round, "attention": attention_round}[case]
     return partial(recurrent_round, case)
+
+
+class RefuseWaits(TorchDispatchMode):
+    """Refuses what would make the host wait for the device: values, or shapes that depend on values."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in WAITING, f"{func} waits for the device"
+        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), f"{func} by a mask"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", [*OPS, "convolution", "attention"], ids=str)
+def test_the_host_waits_for_no_value(case: Mamba2 | DeltaRule | str):
+    now, (of_rows, others) = make_round(4), operands_of(case, 4)
+    with RefuseWaits():
+        round_of(case)(now, of_rows, others)
 
 
 @pytest.mark.parametrize("case", [*OPS, "convolution", "attention"], ids=str)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_runtime.ops.kda_tree import NODE_BLOCK
 from tests.ops.recurrent_trees import KDA, OPS, Dims, TreeCase, make_case
 from tests.ops.tree_cases import LARGE_SHAPES, large_parents, path_to, path_to_ends, same_bits, small_parents
 
@@ -250,4 +249,4 @@ def test_decays_per_channel_are_never_all_in_memory():
     case = make_case(KDA, large_parents("random", num_rows=1, num_nodes=63), dims=dims)
     with LargestTensor() as largest:
         case.verify()
-    assert largest.num_elements <= 2 * NODE_BLOCK * 63 * 64
+    assert largest.num_elements <= 2 * 63 * 63 * 64 / 4

@@ -43,7 +43,7 @@ class Batch:
     tree: DraftTree
     kv_slots_BT: Tensor
     rows_B: Tensor
-    table: Tensor  # entries that no row may read name a slot that is NaN
+    table: Tensor  # entries that no row may read name a slot that there is not
     num_slots: int
     generator: torch.Generator
 
@@ -84,11 +84,11 @@ def make_batch(
 ) -> Batch:
     num_rows, num_nodes = len(parents), len(parents[0])
     generator = torch.Generator().manual_seed(seed)
-    num_slots = num_rows * num_nodes + sum(committed_lens) + 1
-    unread, *slots = (torch.randperm(num_slots, generator=generator) + 1).tolist()
+    num_slots = num_rows * num_nodes + sum(committed_lens)
+    slots = (torch.randperm(num_slots, generator=generator) + 1).tolist()
     kv_slots_BT = torch.zeros(num_rows, num_nodes, dtype=torch.int64)
     rows_B = torch.zeros(num_rows, dtype=torch.int64)
-    table = torch.full((num_rows + 2, max(committed_lens) + 3), unread, dtype=torch.int32)
+    table = torch.full((num_rows + 2, max(committed_lens) + 3), num_slots + 1, dtype=torch.int32)
     table[0] = 0
     table_rows = (torch.randperm(num_rows + 1, generator=generator) + 1).tolist()
     for row, length in enumerate(committed_lens):
