@@ -70,6 +70,13 @@ def _add_mtp_commands(commands: Any) -> None:
     budget = run.add_mutually_exclusive_group(required=True)
     budget.add_argument("--minutes", type=float, help="time budget; the learning rate falls along it")
     budget.add_argument("--steps", type=int, help="budget in optimizer steps; repeatable bit by bit on one machine")
+    run.add_argument(
+        "--kv-layers",
+        type=int,
+        nargs="+",
+        metavar="LAYER",
+        help="attention layers, from 0, whose KV the blocks read, one block each; default: the last layer alone",
+    )
     run.add_argument("--num-steps", type=int, default=MtpOptions.num_steps, help="depth of the drafts in training")
     run.add_argument("--batch-size", type=int, default=MtpOptions.batch_size, help="sequences per step")
     run.add_argument("--length", type=int, default=MtpOptions.length, help="tokens per sequence")
@@ -126,6 +133,7 @@ def _train_mtp(args: argparse.Namespace) -> None:
         folder=args.folder,
         minutes=args.minutes,
         steps=args.steps,
+        kv_layers=None if args.kv_layers is None else tuple(args.kv_layers),
         num_steps=args.num_steps,
         length=args.length,
         batch_size=args.batch_size,

@@ -5,6 +5,8 @@ Shapes: D hidden size, H heads, R latent dim, E shared key channels, K expanded 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
@@ -17,8 +19,9 @@ from hybrid_runtime.models.weights import BlockWeights, GatedMlpWeights
 NORM_EPS = 1e-5
 
 
-def initial_spec(target: HybridModel) -> MtpSpec:
-    """A head with one block for each attention layer of the target, each as wide as the target's own block.
+def initial_spec(target: HybridModel, kv_layers: Sequence[int] | None = None) -> MtpSpec:
+    """A head whose blocks read the named attention layers of the target (default: the last one alone), each as wide as
+    the target's own blocks.
 
     Raises ValueError for a target whose attention is not latent, or whose feed-forward layers are not dense.
     """
@@ -28,7 +31,8 @@ def initial_spec(target: HybridModel) -> MtpSpec:
         raise ValueError(f"{target.spec.name}: heads are trained for targets with latent attention only")
     inner = {_dense(block).down.weight_OI.shape[1] for block in blocks}
     num_heads = {mixer.spec.num_heads for mixer in mixers}
-    return MtpSpec(target.spec.hidden_size, max(num_heads), max(inner), tuple(range(len(mixers))), NORM_EPS)
+    layers = (len(mixers) - 1,) if kv_layers is None else tuple(kv_layers)
+    return MtpSpec(target.spec.hidden_size, max(num_heads), max(inner), layers, NORM_EPS)
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ class MtpOptions:
     folder: Path  # of the target; the head is written beside its weights
     minutes: float | None = None
     steps: int | None = None
+    kv_layers: tuple[int, ...] | None = None  # attention layers that the blocks read; None: one block, the last layer
     num_steps: int = 4  # of the drafts that are trained
     depth_decay: float = 0.8  # weight of a step, as a factor on that of the step before
     hard_share: float = 0.5  # of the loss: the target's greedy token; the rest: its whole distribution
@@ -55,7 +56,7 @@ class MtpTraining:
     def __init__(self, target: KimiLinearForCausalLM, options: MtpOptions) -> None:
         self.options = options
         adapted = adapt(target)
-        spec = initial_spec(adapted)
+        spec = initial_spec(adapted, options.kv_layers)
         self.head = MtpModule(spec, initial_tensors(spec, adapted, options.seed))
         self.forward = MtpForward(target, self.head, options.matmul_dtype, compiled=options.compiled)
         self._loss = torch.compile(draft_loss, dynamic=False) if options.compiled else draft_loss

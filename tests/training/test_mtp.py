@@ -137,7 +137,7 @@ def test_acceptance_is_that_of_drafted_chains(drafts: PoolDrafts, text: Tensor) 
 def test_training_counts_agreement_where_the_target_stands(drafts: PoolDrafts, text: Tensor) -> None:
     """Step s at position t is compared with the target's choice at t + s, over the true tokens up to there."""
     target, head = load_head(TINY_CHECKPOINT)
-    training = MtpTraining(target, options_for(TINY_CHECKPOINT, num_steps=NUM_STEPS))
+    training = MtpTraining(target, options_for(TINY_CHECKPOINT, num_steps=NUM_STEPS, kv_layers=head.spec.kv_layers))
     training.head.load_state_dict(head.state_dict())
     _, agreement_S = training.losses(text)
     num_positions = LENGTH - NUM_STEPS
