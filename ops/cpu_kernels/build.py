@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -53,11 +54,18 @@ def ensure_built() -> None:
 
 @cache
 def _building() -> Future[Path]:
-    """The library, which may still be in the making."""
+    return build_in_background("cpu_kernels", SOURCES)
+
+
+def build_in_background(name: str, *folders: Path) -> Future[Path]:
+    """A library of the sources in the last of `folders`, with headers of all: one that is there, or in the making.
+
+    Raises CompilerNotFound without a compiler.
+    """
     compiler = cpp_extension.get_cxx_compiler()
     target = _target(compiler)  # here, so that a missing compiler is noticed at once
     executor = ThreadPoolExecutor(max_workers=1)
-    future = executor.submit(_built_library, compiler, target)
+    future = executor.submit(_built_library, compiler, target, name, folders)
     executor.shutdown(wait=False)
     return future
 
@@ -67,13 +75,14 @@ def _target(compiler: str) -> str:
     return _run(compiler, ["-march=native", "-E", "-dM", "-x", "c++", os.devnull])
 
 
-def _built_library(compiler: str, target: str) -> Path:
+def _built_library(compiler: str, target: str, name: str, folders: Sequence[Path]) -> Path:
     digest = hashlib.sha256("\0".join([target, torch.__version__, *FLAGS]).encode())
-    sources = sorted(SOURCES.glob("*.cpp"))
-    for path in [*sorted(SOURCES.glob("*.h")), *sources]:
+    headers = [path for folder in folders for path in sorted(folder.glob("*.h"))]
+    sources = sorted(folders[-1].glob("*.cpp"))
+    for path in [*headers, *sources]:
         digest.update(path.read_bytes())
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    library = folder / "hybrid_runtime" / f"cpu_kernels_{digest.hexdigest()[:20]}.so"
+    library = folder / "hybrid_runtime" / f"{name}_{digest.hexdigest()[:20]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as work:

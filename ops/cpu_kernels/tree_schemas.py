@@ -1,0 +1,85 @@
+"""What the compiler is told about the kernels over draft trees. As in `schemas.py`; trees come as their parents."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_runtime.ops.cpu_kernels.tree_build import ensure_trees_built_or_building
+
+_library = torch.library.Library("hybrid_runtime_cpu", "FRAGMENT")
+_library.define(
+    "mamba2_tree(Tensor x_BTHP, Tensor dt_BTH, Tensor a_H, Tensor b_BTGN, Tensor c_BTGN, Tensor state_pool, "
+    "Tensor slots_B, Tensor parents_BT) -> Tensor"
+)
+_library.define(
+    "mamba2_fold(Tensor(a!) state_pool, Tensor slots_B, Tensor destinations_B, Tensor dt_BTH, Tensor a_H, "
+    "Tensor x_BTHP, Tensor b_BTGN, Tensor nodes_BT, Tensor num_nodes_B) -> ()"
+)
+_library.define(
+    "delta_tree(Tensor q_BTGK, Tensor k_BTGK, Tensor v_BTHV, Tensor log_a_BTHK, Tensor beta_BTH, Tensor state_pool, "
+    "Tensor slots_B, Tensor parents_BT) -> (Tensor, Tensor)"
+)
+_library.define(
+    "delta_fold(Tensor(a!) state_pool, Tensor slots_B, Tensor destinations_B, Tensor k_BTGK, Tensor u_BTHV, "
+    "Tensor log_a_BTHK, Tensor nodes_BT, Tensor num_nodes_B) -> ()"
+)
+
+
+@torch.library.register_fake("hybrid_runtime_cpu::mamba2_tree", lib=_library)
+def _mamba2_tree(
+    x_BTHP: Tensor,
+    dt_BTH: Tensor,
+    a_H: Tensor,
+    b_BTGN: Tensor,
+    c_BTGN: Tensor,
+    state_pool: Tensor,
+    slots_B: Tensor,
+    parents_BT: Tensor,
+) -> Tensor:
+    ensure_trees_built_or_building()
+    return x_BTHP.new_empty(x_BTHP.shape)
+
+
+@torch.library.register_fake("hybrid_runtime_cpu::mamba2_fold", lib=_library)
+def _mamba2_fold(
+    state_pool: Tensor,
+    slots_B: Tensor,
+    destinations_B: Tensor,
+    dt_BTH: Tensor,
+    a_H: Tensor,
+    x_BTHP: Tensor,
+    b_BTGN: Tensor,
+    nodes_BT: Tensor,
+    num_nodes_B: Tensor,
+) -> None:
+    ensure_trees_built_or_building()
+
+
+@torch.library.register_fake("hybrid_runtime_cpu::delta_tree", lib=_library)
+def _delta_tree(
+    q_BTGK: Tensor,
+    k_BTGK: Tensor,
+    v_BTHV: Tensor,
+    log_a_BTHK: Tensor,
+    beta_BTH: Tensor,
+    state_pool: Tensor,
+    slots_B: Tensor,
+    parents_BT: Tensor,
+) -> tuple[Tensor, Tensor]:
+    ensure_trees_built_or_building()
+    return v_BTHV.new_empty(v_BTHV.shape), v_BTHV.new_empty(v_BTHV.shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("hybrid_runtime_cpu::delta_fold", lib=_library)
+def _delta_fold(
+    state_pool: Tensor,
+    slots_B: Tensor,
+    destinations_B: Tensor,
+    k_BTGK: Tensor,
+    u_BTHV: Tensor,
+    log_a_BTHK: Tensor,
+    nodes_BT: Tensor,
+    num_nodes_B: Tensor,
+) -> None:
+    ensure_trees_built_or_building()

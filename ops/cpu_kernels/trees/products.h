@@ -1,0 +1,195 @@
+// Products of a head's state with the vectors of all nodes of its tree, and how both are laid out for them.
+//
+// Operands of a head are copied to float32 rows whose length is filled up with zeros: to whole blocks of channels along
+// the axis that products sum over, to whole panels along the other. A row of a result depends on its own row of the
+// operands alone, so that what one node holds never reaches another here.
+#pragma once
+
+#include "../lanes.h"
+#include "../tensor_view.h"
+
+namespace hybrid_runtime {
+
+constexpr int64_t kChannelVectors = 4;                  // of 16 floats
+constexpr int64_t kChannels = 16 * kChannelVectors;     // of a block of channels
+constexpr int64_t kPanelValues = 32;                    // two vectors
+constexpr int64_t kProductRows = 6;                     // rows of a product are computed by so many, or twice as many
+
+inline int64_t rounded_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
+
+inline Floats multiply_add(Floats x, Floats y, Floats z) { return Lanes<float>::multiply_add(x, y, z); }
+
+inline void put_floats(Floats x, float* to) { std::memcpy(to, &x, sizeof(x)); }
+
+// Memory for floats, cut off piece by piece; pieces begin on cache lines.
+class Scratch {
+ public:
+  explicit Scratch(int64_t num_floats) : vectors_(num_floats / 16 + kMaxPieces), next_(0) {}
+  float* take(int64_t num_floats) {
+    float* piece = reinterpret_cast<float*>(vectors_.data() + next_);
+    next_ += rounded_up(num_floats, 16) / 16;
+    return piece;
+  }
+
+ private:
+  static constexpr int64_t kMaxPieces = 16;
+  std::vector<Floats> vectors_;
+  int64_t next_;
+};
+
+// Copies the last axis at (row, node, head) of a `[B, T, H, X]`.
+inline void read_node(const View& view, int64_t row, int64_t node, int64_t head, float* out) {
+  with_narrow_float_type(view.dtype, view.name, [&](auto zero) {
+    using T = decltype(zero);
+    const T* from = view.at<T>(row, node, head);
+    const int64_t size = view.sizes[3], stride = view.strides[3];
+    if (stride == 1) {
+#pragma omp simd
+      for (int64_t n = 0; n < size; ++n) out[n] = load<float>(from[n]);
+    } else {
+      for (int64_t n = 0; n < size; ++n) out[n] = load<float>(from[n * stride]);
+    }
+  });
+}
+
+// The entry at (row, node, head) of a `[B, T, H]`.
+inline float read_node_scalar(const View& view, int64_t row, int64_t node, int64_t head) {
+  float value = 0;
+  with_narrow_float_type(view.dtype, view.name,
+                         [&](auto zero) { value = load<float>(*view.at<decltype(zero)>(row, node, head)); });
+  return value;
+}
+
+// The reverse of `read_node`, to a tensor whose last axis is contiguous.
+inline void write_node(const float* from, const View& view, int64_t row, int64_t node, int64_t head) {
+  with_narrow_float_type(view.dtype, view.name, [&](auto zero) {
+    using T = decltype(zero);
+    T* to = view.at<T>(row, node, head);
+#pragma omp simd
+    for (int64_t n = 0; n < view.sizes[3]; ++n) to[n] = store<T>(from[n]);
+  });
+}
+
+// Zeros for all nodes of a head of a padding row.
+inline void write_zeros(const View& view, int64_t row, int64_t head) {
+  const std::vector<float> zeros(view.sizes[3], 0.0f);
+  for (int64_t node = 0; node < view.sizes[1]; ++node) write_node(zeros.data(), view, row, node, head);
+}
+
+// e^x of an exponent of a decay, which is not above 0; NaN if it is not finite.
+inline float decay_of(float x) { return exp_nonpositive(x) + (x - x); }
+
+template <class S>
+inline Floats load_up_to_16(const S* from, int64_t count) {
+  if (count >= 16) return load_floats(from);
+  S some[16] = {};
+  std::memcpy(some, from, std::max<int64_t>(0, count) * sizeof(S));
+  return load_floats(some);
+}
+
+// Rows become columns.
+inline void transpose(Floats (&rows)[16]) {
+#ifdef __AVX512F__
+  const auto* from = reinterpret_cast<const __m512*>(rows);
+  __m512 pairs[16], quads[16];
+  for (int n = 0; n < 16; n += 2) {
+    pairs[n] = _mm512_unpacklo_ps(from[n], from[n + 1]);
+    pairs[n + 1] = _mm512_unpackhi_ps(from[n], from[n + 1]);
+  }
+  for (int n = 0; n < 16; n += 4) {
+    for (int part = 0; part < 2; ++part) {
+      const __m512d low = _mm512_castps_pd(pairs[n + part]), high = _mm512_castps_pd(pairs[n + 2 + part]);
+      quads[n + 2 * part] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      quads[n + 2 * part + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  }
+  for (int n = 0; n < 4; ++n) {  // lane 4 m + n of rows 0-3, 4-7, 8-11 and 12-15 stands in 128 bits number m
+    const __m512 a = _mm512_shuffle_f32x4(quads[n], quads[4 + n], 0x88);
+    const __m512 b = _mm512_shuffle_f32x4(quads[n], quads[4 + n], 0xdd);
+    const __m512 c = _mm512_shuffle_f32x4(quads[8 + n], quads[12 + n], 0x88);
+    const __m512 d = _mm512_shuffle_f32x4(quads[8 + n], quads[12 + n], 0xdd);
+    rows[n] = (Floats)_mm512_shuffle_f32x4(a, c, 0x88);
+    rows[4 + n] = (Floats)_mm512_shuffle_f32x4(b, d, 0x88);
+    rows[8 + n] = (Floats)_mm512_shuffle_f32x4(a, c, 0xdd);
+    rows[12 + n] = (Floats)_mm512_shuffle_f32x4(b, d, 0xdd);
+  }
+#else
+  for (int row = 0; row < 16; ++row) {
+    for (int column = row + 1; column < 16; ++column) std::swap(rows[row][column], rows[column][row]);
+  }
+#endif
+}
+
+// A state `[V, K]` as panels of 32 values: `[V / 32, K, 32]`, both sizes rounded up and filled with zeros.
+template <class S>
+inline void pack_state(const S* state_VK, int64_t value_dim, int64_t key_dim, int64_t padded_keys, float* panels) {
+  for (int64_t value = 0; value < rounded_up(value_dim, kPanelValues); value += 16) {
+    float* panel = panels + value / kPanelValues * kPanelValues * padded_keys + value % kPanelValues;
+    for (int64_t key = 0; key < padded_keys; key += 16) {
+      Floats tile[16];
+      for (int64_t row = 0; row < 16; ++row) {
+        const bool is_there = value + row < value_dim;
+        tile[row] = load_up_to_16(state_VK + (is_there ? (value + row) * key_dim + std::min(key, key_dim) : 0),
+                                  is_there ? key_dim - key : 0);
+      }
+      transpose(tile);
+      for (int64_t column = 0; column < 16; ++column) {
+        put_floats(tile[column], panel + (key + column) * kPanelValues);
+      }
+    }
+  }
+}
+
+template <int64_t ROWS>
+inline void multiply_panel(const float* x_RK, const float* panel, int64_t padded_keys, float* out_RV, int64_t stride) {
+  Floats sums[ROWS][2] = {};
+  for (int64_t key = 0; key < padded_keys; ++key) {
+    const Floats first = load_floats(panel + key * kPanelValues), second = load_floats(panel + key * kPanelValues + 16);
+#pragma GCC unroll 12
+    for (int64_t row = 0; row < ROWS; ++row) {
+      const Floats x = broadcast(x_RK[row * padded_keys + key]);
+      sums[row][0] = multiply_add(x, first, sums[row][0]);
+      sums[row][1] = multiply_add(x, second, sums[row][1]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int64_t row = 0; row < ROWS; ++row) {
+    put_floats(sums[row][0], out_RV + row * stride);
+    put_floats(sums[row][1], out_RV + row * stride + 16);
+  }
+}
+
+// out_RV := x_RK Sᵀ, with S in panels; the number of rows is a multiple of `kProductRows`.
+inline void multiply_state(const float* x_RK, const float* panels, int64_t num_rows, int64_t padded_keys,
+                           int64_t padded_values, float* out_RV) {
+  for (int64_t value = 0; value < padded_values; value += kPanelValues) {
+    const float* panel = panels + value * padded_keys;
+    int64_t row = 0;
+    for (; row + 2 * kProductRows <= num_rows; row += 2 * kProductRows) {
+      multiply_panel<2 * kProductRows>(x_RK + row * padded_keys, panel, padded_keys,
+                                       out_RV + row * padded_values + value, padded_values);
+    }
+    if (row < num_rows) {
+      multiply_panel<kProductRows>(x_RK + row * padded_keys, panel, padded_keys, out_RV + row * padded_values + value,
+                                   padded_values);
+    }
+  }
+}
+
+// sum_V := x_V + Σ_n weight[n] y[nodes[n]]_V over the nodes of a way.
+inline void add_weighted(const float* x_V, const float* weights, const int32_t* nodes, int64_t count, const float* y_TV,
+                         int64_t padded_values, float* sum_V) {
+  for (int64_t value = 0; value < padded_values; value += kPanelValues) {
+    Floats sums[2] = {load_floats(x_V + value), load_floats(x_V + value + 16)};
+    for (int64_t n = 0; n < count; ++n) {
+      const float* y_V = y_TV + nodes[n] * padded_values + value;
+      const Floats weight = broadcast(weights[n]);
+      sums[0] = multiply_add(weight, load_floats(y_V), sums[0]);
+      sums[1] = multiply_add(weight, load_floats(y_V + 16), sums[1]);
+    }
+    put_floats(sums[0], sum_V + value);
+    put_floats(sums[1], sum_V + value + 16);
+  }
+}
+
+}  // namespace hybrid_runtime

@@ -1,0 +1,11 @@
+// Registers the kernels of recurrent states over draft trees. Schemas stand in tree_schemas.py.
+#include "delta_tree.h"
+#include "folds.h"
+#include "mamba2_tree.h"
+
+STABLE_TORCH_LIBRARY_IMPL(hybrid_runtime_cpu, CPU, library) {
+  library.impl("mamba2_tree", TORCH_BOX(&hybrid_runtime::mamba2_tree));
+  library.impl("mamba2_fold", TORCH_BOX(&hybrid_runtime::mamba2_fold));
+  library.impl("delta_tree", TORCH_BOX(&hybrid_runtime::delta_tree));
+  library.impl("delta_fold", TORCH_BOX(&hybrid_runtime::delta_fold));
+}

@@ -1,0 +1,73 @@
+"""The kernels over draft trees inside a compiled graph: whole, in place, for any number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_leaves
+
+from hybrid_runtime.ops.draft_tree import AcceptedPath, draft_tree
+from tests.ops.cpu_kernels.tree_updates import F32, OPS, TWINS
+from tests.ops.recurrent_trees import DeltaRule, Mamba2, Nodes, make_case
+from tests.ops.tree_cases import large_parents, path_to_ends, same_bits
+
+NUM_NODES, NUM_SLOTS = 5, 9
+Round = Callable[[Nodes, Nodes, Tensor], tuple[Tensor | None, ...]]
+
+
+def recurrent_round(op: Mamba2 | DeltaRule, of_rows: Nodes, shared: Nodes, pool: Tensor) -> tuple[Tensor | None, ...]:
+    *nodes, slots_B, parents_BT, nodes_BT, num_nodes_B = of_rows
+    y_BT, u_BT = TWINS[op].verify(tuple(nodes), shared, pool, slots_B, draft_tree(parents_BT))
+    path = AcceptedPath(nodes_BT, num_nodes_B)
+    TWINS[op].fold(tuple(nodes), shared, pool, slots_B, slots_B, u_BT, path)
+    return y_BT, u_BT
+
+
+def recurrent_operands(op: Mamba2 | DeltaRule, num_rows: int) -> tuple[Nodes, Nodes, Tensor]:
+    """What has the axis of rows, what has not, and the pool; the last row commits nothing."""
+    case = make_case(op, large_parents("random", num_rows, NUM_NODES)).to(F32, F32)
+    pool = torch.randn(NUM_SLOTS, *case.pool.shape[1:])
+    path = path_to_ends(case.parents, [*[3] * (num_rows - 1), None])
+    return (*case.nodes, torch.arange(num_rows), case.tree.parents_BT, *path), case.shared, pool
+
+
+@pytest.mark.parametrize("op", OPS, ids=repr)
+def test_one_graph_serves_every_number_of_rows_and_writes_its_pool_in_place(op) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    run = partial(recurrent_round, op)
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    for num_rows in (4, 2, 7):
+        of_rows, shared, pool = recurrent_operands(op, num_rows)
+        for tensor in of_rows:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        expected_pool = pool.clone()
+        expected = run(of_rows, shared, expected_pool)
+        for actual, wanted in zip(tree_leaves(compiled(of_rows, shared, pool)), tree_leaves(expected), strict=True):
+            assert actual is wanted is None or same_bits(actual, wanted)
+        assert same_bits(pool, expected_pool)
+    assert counter.frame_count == 1
+
+
+def test_the_schemas_and_shapes_are_those_of_the_kernels() -> None:
+    ops = torch.ops.hybrid_runtime_cpu
+    calls = []
+    for op in OPS:
+        of_rows, shared, pool = recurrent_operands(op, 3)
+        *nodes, slots_B, parents_BT, nodes_BT, num_nodes_B = of_rows
+        committed = (pool, slots_B, slots_B)
+        if isinstance(op, Mamba2):
+            x, dt, b, c = nodes
+            calls.append((ops.mamba2_tree, (x, dt, *shared, b, c, pool, slots_B, parents_BT)))
+            calls.append((ops.mamba2_fold, (*committed, dt, *shared, x, b, nodes_BT, num_nodes_B)))
+            continue
+        q, k, v, log_a, beta = nodes
+        log_a = log_a.reshape(*beta.shape, -1)
+        calls.append((ops.delta_tree, (q, k, v.bfloat16(), log_a, beta, pool, slots_B, parents_BT)))
+        calls.append((ops.delta_fold, (*committed, k, v, log_a, nodes_BT, num_nodes_B)))
+    for overloads, arguments in calls:
+        torch.library.opcheck(overloads.default, arguments, test_utils=("test_schema", "test_faketensor"))
