@@ -93,7 +93,7 @@ class CommitInputs:
     request_rows_B: Tensor  # int64; padding rows: 0
     working_slots_B: Tensor  # int64, state slots of the committed states
     destinations_B: Tensor  # int64, state slots for the states behind the paths: the same ones, or others; 0: none
-    path: AcceptedPath
+    path: AcceptedPath  # its nodes may be fewer than T: those of the longest path
 
 
 def draw_inputs(fields_FB: Tensor) -> DrawInputs:

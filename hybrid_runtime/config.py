@@ -115,6 +115,10 @@ class RuntimeConfig:
             raise invalid("overlap", self.overlap, "must be True, False or None")
         if self.speculative is not None and not isinstance(self.speculative, SpeculativeConfig):
             raise invalid("speculative", self.speculative, "must be a SpeculativeConfig or None")
+        if self.overlap and self.speculative is not None:
+            raise ValueError(
+                "overlap=True does not go with speculative: the next step depends on what a verify accepts"
+            )
         self._check_host_cache()
         normalize_integers(self)
 

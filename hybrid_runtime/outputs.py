@@ -48,6 +48,9 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_draft_rounds: int = 0  # verifies of a draft
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0  # of the drafted ones
 
     @property
     def time_in_queue(self) -> float | None:
@@ -177,6 +180,17 @@ class SchedulerStats:
 
 
 @dataclass(frozen=True)
+class SpeculationStats:
+    """Of all verifies since the start: each row yields one token more than it accepts."""
+
+    num_verified_rows: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0  # of the drafted ones
+    num_failed_drafts: int = 0  # steps whose drafter raised or answered nonsense
+    record_bytes: int = 0  # of what verifies note down, part of the memory plan
+
+
+@dataclass(frozen=True)
 class RuntimeStats:
     """A snapshot of the whole runtime."""
 
@@ -185,6 +199,7 @@ class RuntimeStats:
     cache: CacheStats
     scheduler: SchedulerStats
     host_cache: HostCacheStats | None = None  # None: there is no second tier
+    speculation: SpeculationStats | None = None  # None: the runtime does not speculate
 
 
 def token_logprobs(

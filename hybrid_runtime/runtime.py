@@ -18,12 +18,14 @@ from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.prompts import PromptLike
 from hybrid_runtime.engine.request_factory import RequestFactory
 from hybrid_runtime.engine.request_group import Prompt, RequestGroup
+from hybrid_runtime.engine.speculation import SpeculationPlan
 from hybrid_runtime.engine.stats import collect_stats
 from hybrid_runtime.field_checks import invalid, require_int
 from hybrid_runtime.inspection.view import PrefixCacheView
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.outputs import PrefixCacheFile, RequestOutput, RuntimeStats
 from hybrid_runtime.sampling_params import SamplingParams
+from hybrid_runtime.speculative.draft import Drafter
 from hybrid_runtime.text.chat import ChatOptions, Message
 
 if TYPE_CHECKING:
@@ -48,9 +50,12 @@ class HybridRuntime:
         config: RuntimeConfig | None = None,
         *,
         tokenizer: Any | None = None,
+        drafter: Drafter | None = None,
         **overrides: Any,
     ) -> None:
         self.config = RuntimeConfig.with_overrides(config, overrides)
+        if drafter is not None and self.config.speculative is None:
+            raise ValueError("a drafter needs speculative=SpeculativeConfig(...)")
         if tokenizer is not None and not hasattr(tokenizer, "decode"):
             raise invalid("tokenizer", tokenizer, "must be a transformers tokenizer")
         device = _device(self.config.device)
@@ -63,7 +68,10 @@ class HybridRuntime:
         loaded = load_model(model, dtype, device, needs_tokenizer=tokenizer is None)
         self.model = loaded.hybrid_model
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
-        self.plan, self._engine = build_engine(self.config, self.model, self.tokenizer)
+        speculation = None
+        if self.config.speculative is not None:
+            speculation = SpeculationPlan.load(self.config.speculative, self.model, loaded.folder, drafter)
+        self.plan, self._engine = build_engine(self.config, self.model, self.tokenizer, speculation)
         self._intake = RequestIntake(
             self.tokenizer,
             RequestFactory(

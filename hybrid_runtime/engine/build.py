@@ -17,13 +17,15 @@ from hybrid_runtime.engine.host_cache import build_host_tier
 from hybrid_runtime.engine.launching import DirectLauncher, StepLauncher, ThreadLauncher
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.runner import ModelRunner
-from hybrid_runtime.engine.steps import EagerSteps, Steps
+from hybrid_runtime.engine.speculation import SpeculationPlan
+from hybrid_runtime.engine.steps import EagerSteps, SpeculativeSteps, Steps
 from hybrid_runtime.graphs.inductor import start_precompiling_headers
 from hybrid_runtime.graphs.step_inputs import StepMemory
 from hybrid_runtime.memory.available import available_bytes
 from hybrid_runtime.memory.plan import MemoryPlan, plan_memory
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.ops.kernels import REFERENCE, compiled_kernels
+from hybrid_runtime.scheduling.drafting import Drafting
 from hybrid_runtime.scheduling.placement import CheckpointPolicy
 from hybrid_runtime.scheduling.residency import Residency
 from hybrid_runtime.scheduling.scheduler import Scheduler
@@ -43,22 +45,29 @@ def start_building_kernels(config: RuntimeConfig, device: torch.device) -> None:
 
 
 def build_engine(
-    config: RuntimeConfig, model: HybridModel, tokenizer: TokenDecoder | None
+    config: RuntimeConfig,
+    model: HybridModel,
+    tokenizer: TokenDecoder | None,
+    speculation: SpeculationPlan | None = None,
 ) -> tuple[MemoryPlan, Engine]:
     """Plans the memory, allocates it on the model's device, and wires the engine's parts together.
 
-    Raises ValueError, with the arithmetic, for pools that do not fit.
+    `speculation`: None: tokens are decoded one by one. Raises ValueError, with the arithmetic, for pools that do not
+    fit.
     """
     compilable = _compilable(model) if config.compile == "auto" else None
     model = compilable or model  # before the plan: copies of the weights take memory, too
     kv_layers = model.kv_layers(None if config.kv_dtype is None else getattr(torch, config.kv_dtype))
     state_layers = model.state_layers(torch.promote_types(getattr(torch, config.state_dtype), model.dtype))
+    state_dtype = torch.promote_types(getattr(torch, config.state_dtype), model.dtype)
+    records = None if speculation is None else speculation.records(model, state_dtype, config.max_num_seqs)
     plan = plan_memory(
         config,
         kv_layers,
         state_layers,
         model_max_len=model.spec.max_position_embeddings,
         available_bytes=available_bytes(model.device),
+        record_bytes=0 if records is None else records.num_bytes,
     )
     if config.max_model_len is None and plan.max_model_len < model.spec.max_position_embeddings:
         _LOGGER.info(
@@ -67,7 +76,7 @@ def build_engine(
             model.spec.max_position_embeddings,
         )
     is_cuda = model.device.type == "cuda"
-    overlaps = is_cuda if config.overlap is None else config.overlap
+    overlaps = is_cuda and speculation is None if config.overlap is None else config.overlap
     memory = EngineMemory(
         plan,
         kv_layers,
@@ -76,6 +85,7 @@ def build_engine(
         eviction=config.eviction,
         device=model.device,
         table_is_shared=not is_cuda and not overlaps,
+        records=records,
     )
     policy = CheckpointPolicy(
         config.min_saving,
@@ -88,10 +98,16 @@ def build_engine(
     residency = Residency(
         memory.supply, memory.table, enabled=config.enable_prefix_cache, policy=policy, tier=memory.tier
     )
-    scheduler = Scheduler(
-        residency, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+    runner = ModelRunner(
+        model, memory, make_steps=EagerSteps if compilable is None else _compiled_steps, speculation=speculation
     )
-    runner = ModelRunner(model, memory, make_steps=EagerSteps if compilable is None else _compiled_steps)
+    residency.lagging = runner.commits
+    scheduler = Scheduler(
+        residency,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        drafting=None if speculation is None else _drafting(speculation, runner, residency),
+    )
     launcher: StepLauncher = ThreadLauncher(runner) if overlaps and not is_cuda else DirectLauncher(runner)
     engine = Engine(
         scheduler,
@@ -103,6 +119,17 @@ def build_engine(
         overlaps=overlaps,
     )
     return plan, engine
+
+
+def _drafting(speculation: SpeculationPlan, runner: ModelRunner, residency: Residency) -> Drafting:
+    assert runner.speculative is not None
+    return Drafting(
+        speculation.make_drafter(runner.model, runner.memory.step_memory, runner.speculative),
+        residency,
+        tree_size=speculation.config.tree_size,
+        is_adaptive=speculation.config.adaptive,
+        vocab_size=runner.model.spec.vocab_size,
+    )
 
 
 def _compilable(model: HybridModel) -> HybridModel | None:
@@ -118,7 +145,9 @@ def _compilable(model: HybridModel) -> HybridModel | None:
         return None
 
 
-def _compiled_steps(model: HybridModel, memory: StepMemory, last_token_R: Tensor) -> Steps:
+def _compiled_steps(
+    model: HybridModel, memory: StepMemory, last_token_R: Tensor, speculative: SpeculativeSteps | None
+) -> Steps:
     """Compiles; meanwhile a line on standard error says what is being done.
 
     Whatever goes wrong, a model that runs eagerly is worth more than none: a warning says so.
@@ -132,10 +161,10 @@ def _compiled_steps(model: HybridModel, memory: StepMemory, last_token_R: Tensor
             bar.update()
 
         try:
-            steps = CompiledSteps(model, memory, last_token_R, report=report)
+            steps = CompiledSteps(model, memory, last_token_R, speculative, report=report)
         except Exception as error:
             _warn_of_eager_steps(error)
-            return EagerSteps(model.with_kernels(REFERENCE), memory, last_token_R)
+            return EagerSteps(model.with_kernels(REFERENCE), memory, last_token_R, speculative)
     _LOGGER.info("compiled in %.1f s", time.perf_counter() - start)
     return steps
 

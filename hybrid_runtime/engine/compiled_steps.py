@@ -15,11 +15,25 @@ import torch
 from torch import Tensor
 
 from hybrid_runtime.engine.code_digest import code_digest
-from hybrid_runtime.engine.steps import StepOutputs, known_tokens, outputs_of
+from hybrid_runtime.engine.steps import (
+    SpeculativeSteps,
+    StepOutputs,
+    VerifyOutputs,
+    is_invalid,
+    known_tokens,
+    outputs_of,
+)
 from hybrid_runtime.graphs.compiled import CompiledFunction, mark_dynamic
 from hybrid_runtime.graphs.inductor import many_graphs
 from hybrid_runtime.graphs.signature import signature
-from hybrid_runtime.graphs.step_inputs import DecodeInputs, PrefillInputs, StepMemory, draw_inputs
+from hybrid_runtime.graphs.step_inputs import (
+    CommitInputs,
+    DecodeInputs,
+    PrefillInputs,
+    StepMemory,
+    VerifyInputs,
+    draw_inputs,
+)
 from hybrid_runtime.models.block import Block, FeedForwardSublayer, MixerSublayer
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.models.mixers import MixerMemory
@@ -45,7 +59,13 @@ class CompiledSteps:
     """
 
     def __init__(
-        self, model: HybridModel, memory: StepMemory, last_token_R: Tensor, *, report: Callable[[str], None]
+        self,
+        model: HybridModel,
+        memory: StepMemory,
+        last_token_R: Tensor,
+        speculative: SpeculativeSteps | None = None,
+        *,
+        report: Callable[[str], None],
     ) -> None:
         """Compiles; takes seconds, or tens of seconds where no earlier process has left its results in the cache.
 
@@ -54,6 +74,8 @@ class CompiledSteps:
         self.can_be_captured = model.device.type == "cuda"
         self._model = model
         self._last_token_R = last_token_R
+        self._memory = memory
+        self._speculative = speculative
         # Kernels on CUDA split a row's context by the longest there may be; those on a CPU go by the row.
         self.max_context_len = memory.req_to_token.shape[1] if self.can_be_captured else 1
         pools = self._model.memories(memory)
@@ -95,6 +117,7 @@ class CompiledSteps:
             x_LD = layer(x_LD, inputs)
         # Nothing reads what the last feed-forward makes of the other tokens.
         x_MD = last_feed_forward(x_LD[inputs.logits_tokens_M], inputs)
+        self._note_hidden(x_MD, inputs.logits_rows_M)
         return self._choose(self._model, x_MD, inputs.logits_rows_M, self._last_token_R, draw)
 
     @torch.no_grad()
@@ -104,7 +127,28 @@ class CompiledSteps:
         x_BD = self._embed(self._model, inputs.token_ids_B, inputs.request_rows_B, self._last_token_R)
         for layer in self._decode_layers:
             x_BD = layer(x_BD, inputs)
+        self._note_hidden(x_BD, inputs.request_rows_B)
         return self._choose(self._model, x_BD, inputs.request_rows_B, self._last_token_R, draw)
+
+    def tree_size(self, num_nodes: int) -> int:
+        return num_nodes
+
+    @torch.no_grad()
+    def verify(self, inputs: VerifyInputs, draw: DrawInputs) -> VerifyOutputs:
+        assert self._speculative is not None
+        inputs = dataclasses.replace(inputs, max_context_len=max(1, int(inputs.committed_lens_B.max())))
+        x_ND = self._model.verify_stream(inputs, self._memory, self._speculative.rollback)
+        logits_NV = self._model.logits(x_ND)
+        return VerifyOutputs(logits_NV, self._model.kernels.draw_tokens(logits_NV, draw), is_invalid(logits_NV), x_ND)
+
+    @torch.no_grad()
+    def commit(self, inputs: CommitInputs) -> None:
+        assert self._speculative is not None
+        self._model.commit(inputs, self._memory, self._speculative.rollback)
+
+    def _note_hidden(self, x_BD: Tensor, request_rows_B: Tensor) -> None:
+        if self._speculative is not None and self._speculative.hidden_RD is not None:
+            self._speculative.hidden_RD.index_put_((request_rows_B,), x_BD)
 
 
 _Layer: TypeAlias = Callable[[Tensor, Any], Tensor]  # of the residual stream and the inputs of the step

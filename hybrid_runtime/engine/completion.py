@@ -70,9 +70,12 @@ class Completion:
     @property
     def forbidden_token_ids(self) -> tuple[int, ...]:
         """Tokens that must not be chosen next: those that would end the sample before `min_tokens`."""
-        if len(self._token_ids) >= self.params.min_tokens:
-            return ()
-        return tuple(self._eos_token_ids | self._stop_token_ids)
+        return () if len(self._token_ids) >= self.params.min_tokens else tuple(self.end_token_ids)
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Tokens that end the sample."""
+        return self._eos_token_ids | self._stop_token_ids
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> Stop | None:
         """Takes the next token; returns why the sample ends with it, or None."""

@@ -13,6 +13,7 @@ from hybrid_runtime.graphs.step_inputs import StepMemory
 from hybrid_runtime.memory.allocator import SlotAllocator
 from hybrid_runtime.memory.plan import MemoryPlan
 from hybrid_runtime.memory.pools import LayerSpec, Pool
+from hybrid_runtime.memory.records import RecordPlan
 from hybrid_runtime.memory.request_table import RequestTable, TableEntries
 from hybrid_runtime.memory.slots import StateSlot
 from hybrid_runtime.scheduling.host_tier import HostTier
@@ -33,8 +34,12 @@ class EngineMemory:
         eviction: str,
         device: torch.device,
         table_is_shared: bool | None = None,
+        records: RecordPlan | None = None,
     ) -> None:
-        """`table_is_shared`: steps read the host's request table itself; None: on a CPU. Not where steps overlap."""
+        """`table_is_shared`: steps read the host's request table itself; None: on a CPU. Not where steps overlap.
+
+        `records`: of a runtime that speculates.
+        """
         self.kv_pool = Pool(kv_layers, plan.num_kv_slots, device)
         self.state_pool = Pool(state_layers, plan.num_state_slots, device)
         self.supply = SlotSupply(
@@ -46,7 +51,9 @@ class EngineMemory:
         self.table_is_shared = device.type == "cpu" if table_is_shared is None else table_is_shared
         with torch.inference_mode(False):  # as the pools: writable in either mode
             self.device_table = host_table if self.table_is_shared else host_table.clone().to(device)
-        self.step_memory = StepMemory(self.kv_pool.layers, self.state_pool.layers, self.device_table)
+        self.record_bytes = 0 if records is None else records.num_bytes
+        record_layers = () if records is None else records.allocate(device)
+        self.step_memory = StepMemory(self.kv_pool.layers, self.state_pool.layers, self.device_table, record_layers)
 
     @property
     def cache(self) -> RadixCache:

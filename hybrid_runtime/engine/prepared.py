@@ -7,18 +7,19 @@ Shapes: n pairs of state slots, B rows of a decode, S sequences of a prefill.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_runtime.engine.batches import Indices, PrefillBatch, build_decode, build_prefill
+from hybrid_runtime.engine.verify_batch import PreparedVerify, prepare_verify
 from hybrid_runtime.memory.request_table import RequestTable, TableEntries
 from hybrid_runtime.sampling import SamplingRow
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.residency import Admission
-from hybrid_runtime.scheduling.scheduler import DecodeRow, PrefillChunk, ScheduledStep
+from hybrid_runtime.scheduling.scheduler import DecodeRow, PrefillChunk, ScheduledStep, VerifyRow
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,16 @@ class PreparedStep:
     clears: NDArray[np.int64] | None
     prefill: PreparedPrefill | None
     decode: PreparedDecode | None
+    verify: PreparedVerify | None
 
 
-def prepare_step(step: ScheduledStep, table: RequestTable, *, copy_table: bool) -> PreparedStep:
+def prepare_step(
+    step: ScheduledStep, table: RequestTable, *, copy_table: bool, tree_size: Callable[[int], int]
+) -> PreparedStep:
     """Reads off requests and table what a step needs. Call it before the step's tokens count as computed.
 
     `copy_table`: whether the device has a copy of the table of its own, which needs what was written since.
+    `tree_size`: how many nodes the trees of a verify have that has a draft of so many with its root.
     """
     if not copy_table:
         table.forget_writes()
@@ -78,7 +83,12 @@ def prepare_step(step: ScheduledStep, table: RequestTable, *, copy_table: bool) 
         clears=cleared,
         prefill=_prepare_prefill(step.prefill, table) if step.prefill else None,
         decode=_prepare_decode(step.decode, table) if step.decode else None,
+        verify=_prepare_verify(step.verify, table, tree_size) if step.verify else None,
     )
+
+
+def _prepare_verify(rows: Sequence[VerifyRow], table: RequestTable, tree_size: Callable[[int], int]) -> PreparedVerify:
+    return prepare_verify(rows, table, tree_size(1 + max(len(row.draft) for row in rows)))
 
 
 def _working_slots(admissions: Sequence[Admission]) -> tuple[SlotCopies | None, NDArray[np.int64] | None]:

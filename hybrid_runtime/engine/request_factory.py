@@ -61,6 +61,7 @@ class RequestFactory:
                 wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
                 is_prefill_only=is_prefill_only,
                 ending_token_ids=completion.forbidden_token_ids,
+                end_token_ids=completion.end_token_ids,
             )
             completions.append(completion)
             requests.append(request)

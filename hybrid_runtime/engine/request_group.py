@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hybrid_runtime.engine.completion import Completion, Stop
 from hybrid_runtime.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from hybrid_runtime.scheduling.request import Request, RequestStatus
+from hybrid_runtime.speculative.adaptive import DraftBudget
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class RequestGroup:
     @property
     def unfinished_requests(self) -> list[Request]:
         return [request for request in self.requests if request.status is not RequestStatus.FINISHED]
+
+    @property
+    def _draft_budgets(self) -> list[DraftBudget]:
+        return [request.draft_budget for request in self.requests if request.draft_budget is not None]
 
     def mark_scheduled(self) -> None:
         """Notes that a step worked on the request."""
@@ -120,5 +125,8 @@ class RequestGroup:
                 first_token_time=self._first_token_time,
                 finished_time=self._finished_time,
                 num_preemptions=sum(request.num_preemptions for request in self.requests),
+                num_draft_rounds=sum(budget.num_rounds for budget in self._draft_budgets),
+                num_drafted_tokens=sum(budget.num_drafted_tokens for budget in self._draft_budgets),
+                num_accepted_tokens=sum(budget.num_accepted_tokens for budget in self._draft_budgets),
             ),
         )

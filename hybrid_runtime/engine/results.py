@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
 from hybrid_runtime.sampling import GatheredLogprobs
 from hybrid_runtime.scheduling.request import Request
 
@@ -26,6 +30,7 @@ class SampledToken:
     request: Request
     token_id: int
     logprobs: RankedLogprobs | None
+    is_kept: bool = False  # whether it is among the request's tokens already
 
 
 @dataclass(frozen=True)
@@ -37,13 +42,50 @@ class ScoredToken:
     logprobs: RankedLogprobs
 
 
+@dataclass
+class SpeculationCounts:
+    """Of all verifies since the start; tokens are drafted ones, without roots."""
+
+    num_rows: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        """Takes in one row of a verify."""
+        self.num_rows += 1
+        self.num_drafted_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+
+
+@dataclass(frozen=True, eq=False)
+class VerifiedRow:
+    """What the verify of a draft brought: the accepted nodes, from the root down, and the tokens that follow each."""
+
+    request: Request
+    nodes: NDArray[np.int64]
+    num_drafted: int  # nodes without the root
+    sampled: list[SampledToken]  # the tokens of the nodes behind the root, then one more
+
+
+@dataclass(frozen=True, eq=False)
+class VerifiedBatch:
+    """All rows of a verify, in the order of the batch, and the residual stream `[N, D]` behind their nodes."""
+
+    rows: tuple[VerifiedRow, ...]
+    hidden_ND: Tensor
+
+
 @dataclass(frozen=True)
 class ForwardResult:
-    """What one forward brought. Requests in `invalid` got logits that are not numbers: nothing of theirs is kept."""
+    """What one forward brought. Requests in `invalid` got logits that are not numbers: nothing of theirs is kept.
+
+    `verified`: of a verify, whose states are yet to follow.
+    """
 
     sampled: list[SampledToken]
     scored: list[ScoredToken]  # in order of position for each request
     invalid: frozenset[Request]
+    verified: VerifiedBatch | None = None
 
 
 def rank_logprobs(gathered: GatheredLogprobs, counts: Sequence[int]) -> list[RankedLogprobs]:

@@ -5,21 +5,33 @@ Shapes: B rows, S sequences, M tokens whose logits are wanted, V vocabulary, R r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hybrid_runtime.engine.batches import Indices, ScoredSpan, to_device
+from hybrid_runtime.engine.commits import Commit, Commits
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.prepared import PreparedDecode, PreparedPrefill, PreparedStep, SampledRows, prepare_step
 from hybrid_runtime.engine.ranges import Range
-from hybrid_runtime.engine.results import ForwardResult, RankedLogprobs, SampledToken, ScoredToken, rank_logprobs
+from hybrid_runtime.engine.results import (
+    ForwardResult,
+    RankedLogprobs,
+    SampledToken,
+    ScoredToken,
+    VerifiedBatch,
+    rank_logprobs,
+)
+from hybrid_runtime.engine.speculation import SpeculationPlan
 from hybrid_runtime.engine.steps import EagerSteps, StepOutputs, Steps
+from hybrid_runtime.engine.verify_batch import PreparedVerify
+from hybrid_runtime.engine.verifying import LaunchedVerify
 from hybrid_runtime.graphs.decode_runner import MODEL_FIELDS, DecodeRunner, batch_buckets
 from hybrid_runtime.graphs.read_back import ReadBack
-from hybrid_runtime.graphs.step_inputs import draw_inputs
+from hybrid_runtime.graphs.step_inputs import CommitInputs, draw_inputs
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.ops.ragged import DEFAULT_CHUNK_SIZE
 from hybrid_runtime.sampling import GatheredLogprobs, SamplingInputs, gather_logprobs, sample
@@ -69,7 +81,7 @@ class LaunchedForward:
 class LaunchedStep:
     """A step whose work has been handed to the device."""
 
-    forwards: tuple[LaunchedForward, ...]
+    forwards: tuple[LaunchedForward | LaunchedVerify, ...]
 
     def wait(self) -> list[ForwardResult]:
         """The results, of the prefill first. Blocks until they are there."""
@@ -80,19 +92,28 @@ class ModelRunner:
     """Owns no request state: everything comes with the prepared step, but for the token chosen last for each row."""
 
     def __init__(
-        self, model: HybridModel, memory: EngineMemory, *, make_steps: Callable[..., Steps] = EagerSteps
+        self,
+        model: HybridModel,
+        memory: EngineMemory,
+        *,
+        make_steps: Callable[..., Steps] = EagerSteps,
+        speculation: SpeculationPlan | None = None,
     ) -> None:
-        """`make_steps(model, step_memory, last_token_R)` makes the forwards."""
+        """`make_steps(model, step_memory, last_token_R, speculative_steps)` makes the forwards."""
         self.model = model
         self.memory = memory
         self.num_prefill_forwards = 0
         self.num_decode_forwards = 0
+        self.num_verify_forwards = 0
         num_rows = len(memory.table.slots)
         with torch.inference_mode(False):  # as the pools: writable in either mode
             self.last_token_R = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
+            self.speculative = None if speculation is None else speculation.steps_for(model, num_rows)
         # What is compiled is kept, and must not depend on modes that happen to be on around this call.
         with torch.inference_mode(False), self._autocast_off():
-            self.steps = make_steps(model, memory.step_memory, self.last_token_R)
+            self.steps = make_steps(model, memory.step_memory, self.last_token_R, self.speculative)
+        is_lazy = self.speculative is not None and self.speculative.rollback.is_lazy
+        self.commits = Commits(self._run_commit, model.device, is_lazy=is_lazy)
         capture = self.steps.can_be_captured
         self._decode_runner = DecodeRunner(
             self.steps.decode,
@@ -105,7 +126,8 @@ class ModelRunner:
 
     def prepare(self, step: ScheduledStep) -> PreparedStep:
         """Everything that the device needs for a step. Host only; reads requests and table, which may change then."""
-        return prepare_step(step, self.memory.table, copy_table=not self.memory.table_is_shared)
+        copy_table = not self.memory.table_is_shared
+        return prepare_step(step, self.memory.table, copy_table=copy_table, tree_size=self.steps.tree_size)
 
     def launch(self, prepared: PreparedStep) -> LaunchedStep:
         """Hands a step to the device, in the order of its stream: table, working slots, prefill, decode, checkpoints.
@@ -116,20 +138,40 @@ class ModelRunner:
         with Range("load"):
             if prepared.table_entries is not None:
                 self.memory.load_table(prepared.table_entries)
+        self.commits.catch_up()
         with Range("copy"):
             pool = self.memory.state_pool
             if prepared.copies is not None:
                 pool.copy(self._indices(prepared.copies.sources), self._indices(prepared.copies.destinations))
             if prepared.clears is not None:
                 pool.clear(self._indices(prepared.clears))
-        forwards = []
+        forwards: list[LaunchedForward | LaunchedVerify] = []
         if prepared.prefill is not None:
             with Range("run.prefill"):
                 forwards.append(self._prefill(prepared.prefill))
         if prepared.decode is not None:
             with Range(f"run.decode.b{len(prepared.decode.requests)}"):
                 forwards.append(self._decode(prepared.decode))
+        if prepared.verify is not None:
+            num_rows, num_nodes = prepared.verify.batch.token_ids_BT.shape
+            with Range(f"run.verify.b{num_rows}.t{num_nodes}"):
+                forwards.append(self._verify(prepared.verify))
         return LaunchedStep(tuple(forwards))
+
+    def commit(self, batch: VerifiedBatch, commits: Sequence[Commit]) -> None:
+        """After a verify: has the states behind the accepted paths written, and keeps what the next draft reads.
+
+        `commits` are those of all rows of the verify, in its order.
+        """
+        self.commits.add(commits)
+        speculative = self.speculative
+        assert speculative is not None
+        if speculative.hidden_RD is not None:
+            num_nodes = batch.hidden_ND.shape[0] // len(commits)
+            live = [(place, commit) for place, commit in enumerate(commits) if len(commit.nodes)]
+            last = np.array([place * num_nodes + int(commit.nodes[-1]) for place, commit in live], dtype=np.int64)
+            of_rows = np.array([commit.request_row for _, commit in live], dtype=np.int64)
+            speculative.hidden_RD.index_put_((self._indices(of_rows),), batch.hidden_ND[self._indices(last)])
 
     def close(self) -> None:
         """Lets go of pools, packed weights and compiled code; nothing can be launched afterwards."""
@@ -166,6 +208,25 @@ class ModelRunner:
         if due is not None:
             self.memory.state_pool.copy(self._indices(due.sources), self._indices(due.destinations))
         return self._choose(outputs, decode.fields_FB[_ROWS], decode.requests, decode.sampled, ())
+
+    def _verify(self, verify: PreparedVerify) -> LaunchedVerify:
+        """One forward over the draft trees of all rows."""
+        self.num_verify_forwards += 1
+        inputs = verify.batch.to_device(self.model.device, max_context_len=self.steps.max_context_len)
+        with self._autocast_off():
+            outputs = self.steps.verify(inputs, draw_inputs(self._indices(verify.batch.draw_FN)))
+        token_ids_N = outputs.token_ids_N
+        if verify.sampling is not None:
+            nodes_M = torch.tensor(verify.sampling.nodes, device=self.model.device)
+            logits_MV = outputs.logits_NV[nodes_M]
+            options = SamplingInputs.build(verify.sampling.rows, logits_MV.shape[-1], logits_MV.device)
+            chosen_M, _ = sample(logits_MV, options, token_ids_N[nodes_M], self.model.kernels.draw_tokens)
+            token_ids_N = token_ids_N.index_put((nodes_M,), chosen_M)
+        return LaunchedVerify(verify, outputs, token_ids_N, ReadBack(token_ids_N, outputs.is_invalid_N))
+
+    def _run_commit(self, inputs: CommitInputs) -> None:
+        with self._autocast_off():
+            self.steps.commit(inputs)
 
     def _choose(
         self,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from hybrid_runtime.engine.engine import Engine
 from hybrid_runtime.memory.allocator import SlotAllocator
-from hybrid_runtime.outputs import CacheStats, HostCacheStats, PoolStats, RuntimeStats, SchedulerStats
+from hybrid_runtime.outputs import (
+    CacheStats,
+    HostCacheStats,
+    PoolStats,
+    RuntimeStats,
+    SchedulerStats,
+    SpeculationStats,
+)
+from hybrid_runtime.scheduling.drafting import Drafting
 from hybrid_runtime.scheduling.host_tier import HostTier
 
 
@@ -41,6 +49,18 @@ def collect_stats(engine: Engine) -> RuntimeStats:
             num_wasted_rows=engine.num_wasted_rows,
         ),
         host_cache=None if engine.memory.tier is None else _host_stats(engine.memory.tier),
+        speculation=None if scheduler.drafting is None else _speculation_stats(engine, scheduler.drafting),
+    )
+
+
+def _speculation_stats(engine: Engine, drafting: Drafting) -> SpeculationStats:
+    counts = engine.speculation
+    return SpeculationStats(
+        num_verified_rows=counts.num_rows,
+        num_drafted_tokens=counts.num_drafted_tokens,
+        num_accepted_tokens=counts.num_accepted_tokens,
+        num_failed_drafts=drafting.num_failures,
+        record_bytes=engine.memory.record_bytes,
     )
 
 

@@ -1,6 +1,7 @@
 """A step as a function of the tensors of pool indices: model and choice of tokens, run eagerly.
 
-Shapes: B rows of a decode, or rows of a prefill whose logits are wanted; D hidden size; V vocabulary.
+Shapes: B rows of a decode, or rows of a prefill whose logits are wanted; N nodes of all draft trees, row by row;
+D hidden size; V vocabulary; R rows of the request table.
 """
 
 from __future__ import annotations
@@ -11,8 +12,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hybrid_runtime.graphs.step_inputs import IN_FLIGHT, DecodeInputs, PrefillInputs, StepMemory
+from hybrid_runtime.graphs.step_inputs import (
+    IN_FLIGHT,
+    CommitInputs,
+    DecodeInputs,
+    PrefillInputs,
+    StepMemory,
+    VerifyInputs,
+)
 from hybrid_runtime.models.hybrid_model import HybridModel
+from hybrid_runtime.models.rollback import Rollback
 from hybrid_runtime.ops.draw import DrawInputs
 
 
@@ -24,6 +33,28 @@ class StepOutputs(NamedTuple):
     is_invalid_B: Tensor  # bool, whether there are logits that are not numbers
 
 
+class VerifyOutputs(NamedTuple):
+    """What a verify yields for each node."""
+
+    logits_NV: Tensor  # float32, or float64 for a float64 model
+    token_ids_N: Tensor  # int64, the token drawn from these logits: what follows the node
+    is_invalid_N: Tensor  # bool, whether there are logits that are not numbers
+    hidden_ND: Tensor  # the residual stream behind the last block
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeSteps:
+    """What steps of a runtime that speculates need besides.
+
+    `hidden_RD`: where each step leaves the residual stream behind the last block, for the rows of the request table
+    that it chooses tokens for; None: nobody reads it.
+    """
+
+    rollback: Rollback
+    num_nodes: int  # of a draft tree at most, the root included
+    hidden_RD: Tensor | None
+
+
 class Steps(Protocol):
     """The forwards of one model over the pools of one engine. Each writes KV and states in place.
 
@@ -32,6 +63,9 @@ class Steps(Protocol):
 
     max_context_len: int  # what decodes expect in their inputs
     can_be_captured: bool  # whether a decode is the same launches in the same order for each batch of a size
+
+    def tree_size(self, num_nodes: int) -> int:
+        """How many nodes the draft trees of a verify have that are to hold `num_nodes`, the root included."""
 
     def prefill(self, inputs: PrefillInputs, draw: DrawInputs) -> StepOutputs:
         """Of the tokens that `inputs.logits_tokens_M` names. No filter of `draw` is None."""
@@ -42,21 +76,37 @@ class Steps(Protocol):
         No filter of `draw` is None.
         """
 
+    def verify(self, inputs: VerifyInputs, draw: DrawInputs) -> VerifyOutputs:
+        """Of the nodes of draft trees. Writes their KV and records, and no state. No filter of `draw` is None."""
+
+    def commit(self, inputs: CommitInputs) -> None:
+        """Writes the states behind accepted paths."""
+
 
 class EagerSteps:
     """`Steps` operation by operation, in the model's own forms."""
 
     can_be_captured = False
 
-    def __init__(self, model: HybridModel, memory: StepMemory, last_token_R: Tensor) -> None:
+    def __init__(
+        self,
+        model: HybridModel,
+        memory: StepMemory,
+        last_token_R: Tensor,
+        speculative: SpeculativeSteps | None = None,
+    ) -> None:
         self.model = model
         self.memory = memory
         self.last_token_R = last_token_R
+        self.speculative = speculative
         self.max_context_len = memory.req_to_token.shape[1]
+
+    def tree_size(self, num_nodes: int) -> int:
+        return num_nodes
 
     @torch.no_grad()
     def prefill(self, inputs: PrefillInputs, draw: DrawInputs) -> StepOutputs:
-        return self._choose(self.model.prefill(inputs, self.memory), draw, inputs.logits_rows_M)
+        return self._choose(self.model.prefill_stream(inputs, self.memory), draw, inputs.logits_rows_M)
 
     @torch.no_grad()
     def decode(self, inputs: DecodeInputs, draw: DrawInputs) -> StepOutputs:
@@ -65,14 +115,31 @@ class EagerSteps:
             token_ids_B=known_tokens(inputs.token_ids_B, inputs.request_rows_B, self.last_token_R),
             max_context_len=int(inputs.context_lens_B.max()),  # the plain forms read that much of every row
         )
-        return self._choose(self.model.decode(known, self.memory), draw, inputs.request_rows_B)
+        return self._choose(self.model.decode_stream(known, self.memory), draw, inputs.request_rows_B)
 
-    def _choose(self, logits_BV: Tensor, draw: DrawInputs, request_rows_B: Tensor) -> StepOutputs:
+    @torch.no_grad()
+    def verify(self, inputs: VerifyInputs, draw: DrawInputs) -> VerifyOutputs:
+        assert self.speculative is not None
+        inputs = dataclasses.replace(inputs, max_context_len=max(1, int(inputs.committed_lens_B.max())))
+        x_ND = self.model.verify_stream(inputs, self.memory, self.speculative.rollback)
+        logits_NV = self.model.logits(x_ND)
+        return VerifyOutputs(logits_NV, self._draw(logits_NV, draw), is_invalid(logits_NV), x_ND)
+
+    @torch.no_grad()
+    def commit(self, inputs: CommitInputs) -> None:
+        assert self.speculative is not None
+        self.model.commit(inputs, self.memory, self.speculative.rollback)
+
+    def _choose(self, x_BD: Tensor, draw: DrawInputs, request_rows_B: Tensor) -> StepOutputs:
+        logits_BV = self.model.logits(x_BD)
+        if self.speculative is not None and self.speculative.hidden_RD is not None:
+            self.speculative.hidden_RD.index_put_((request_rows_B,), x_BD)
+        return outputs_of(logits_BV, self._draw(logits_BV, draw), request_rows_B, self.last_token_R)
+
+    def _draw(self, logits_BV: Tensor, draw: DrawInputs) -> Tensor:
         if not draw.temperature_B.any():
-            token_ids_B = logits_BV.argmax(dim=-1)
-        else:
-            token_ids_B = self.model.kernels.draw_tokens(logits_BV, without_idle_filters(draw, logits_BV.shape[1]))
-        return outputs_of(logits_BV, token_ids_B, request_rows_B, self.last_token_R)
+            return logits_BV.argmax(dim=-1)
+        return self.model.kernels.draw_tokens(logits_BV, without_idle_filters(draw, logits_BV.shape[1]))
 
 
 def known_tokens(token_ids_B: Tensor, request_rows_B: Tensor, last_token_R: Tensor) -> Tensor:
@@ -98,4 +165,9 @@ def outputs_of(logits_BV: Tensor, token_ids_B: Tensor, request_rows_B: Tensor, l
     Writes the tokens to `last_token_R` at `request_rows_B`.
     """
     last_token_R.index_put_((request_rows_B,), token_ids_B)
-    return StepOutputs(logits_BV, token_ids_B, ~(logits_BV < torch.inf).all(dim=-1))
+    return StepOutputs(logits_BV, token_ids_B, is_invalid(logits_BV))
+
+
+def is_invalid(logits_BV: Tensor) -> Tensor:
+    """Which rows have logits that are no numbers, or +inf."""
+    return ~(logits_BV < torch.inf).all(dim=-1)

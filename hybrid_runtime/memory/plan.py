@@ -26,17 +26,20 @@ class MemoryPlan:
     max_model_len: int
     kv_slot_bytes: int
     state_slot_bytes: int
+    record_bytes: int = 0  # what verifies of drafts note down, in all
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both pools, null slots included."""
-        return (self.num_kv_slots + 1) * self.kv_slot_bytes + (self.num_state_slots + 1) * self.state_slot_bytes
+        """Bytes of both pools, null slots included, and of the records."""
+        pools = (self.num_kv_slots + 1) * self.kv_slot_bytes + (self.num_state_slots + 1) * self.state_slot_bytes
+        return pools + self.record_bytes
 
     def describe(self) -> str:
         """The arithmetic, for messages."""
+        records = f" + {self.record_bytes:,} B of speculation records" if self.record_bytes else ""
         return (
             f"{self.num_kv_slots:,} KV slots x {self.kv_slot_bytes:,} B + {self.num_state_slots:,} state slots x "
-            f"{self.state_slot_bytes:,} B + null slots = {self.num_bytes:,} B"
+            f"{self.state_slot_bytes:,} B + null slots{records} = {self.num_bytes:,} B"
         )
 
 
@@ -47,6 +50,7 @@ def plan_memory(
     *,
     model_max_len: int,
     available_bytes: int,
+    record_bytes: int = 0,
 ) -> MemoryPlan:
     """Sizes what `config` leaves open, within `config.memory_bytes` or else within `available_bytes`.
 
@@ -62,9 +66,11 @@ def plan_memory(
 
     wanted_len = config.max_model_len or min(model_max_len, config.num_kv_slots or model_max_len)
     most_kv = max(wanted_len, config.max_num_seqs * min(wanted_len, TYPICAL_LEN) * NUM_BATCHES)
-    num_states = config.num_state_slots or _choose_num_states(config, most_kv, kv_bytes, state_bytes, limit)
-    num_kv = config.num_kv_slots or _choose_num_kv(most_kv, kv_bytes, limit - state_bytes * (num_states + 1))
-    plan = MemoryPlan(num_kv, num_states, config.max_model_len or min(wanted_len, num_kv), kv_bytes, state_bytes)
+    room = limit - record_bytes
+    num_states = config.num_state_slots or _choose_num_states(config, most_kv, kv_bytes, state_bytes, room)
+    num_kv = config.num_kv_slots or _choose_num_kv(most_kv, kv_bytes, room - state_bytes * (num_states + 1))
+    max_len = config.max_model_len or min(wanted_len, num_kv)
+    plan = MemoryPlan(num_kv, num_states, max_len, kv_bytes, state_bytes, record_bytes)
 
     host_bytes = (config.max_num_seqs + 1) * plan.max_model_len * TABLE_ENTRY_BYTES + (
         plan.num_kv_slots + plan.num_state_slots
@@ -77,7 +83,7 @@ def plan_memory(
     if plan.num_bytes > limit:
         raise ValueError(
             f"the pools do not fit: {plan.describe()}, but there are {limit:,} B for them; raise memory_bytes, or "
-            "lower num_kv_slots, num_state_slots, max_model_len or max_num_seqs"
+            "lower num_kv_slots, num_state_slots, max_model_len or max_num_seqs" + _speculation_hint(record_bytes)
         )
     if plan.num_kv_slots < plan.max_model_len:
         raise ValueError(
@@ -87,6 +93,10 @@ def plan_memory(
     if plan.max_model_len < MIN_LEN:
         raise ValueError(f"max_model_len={plan.max_model_len} leaves no room for a prompt token and an output token")
     return plan
+
+
+def _speculation_hint(record_bytes: int) -> str:
+    return ", or num_draft_tokens, or choose rollback='fold'" if record_bytes else ""
 
 
 def _choose_num_states(config: RuntimeConfig, most_kv: int, kv_bytes: int, state_bytes: int, limit: int) -> int:

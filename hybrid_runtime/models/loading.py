@@ -34,6 +34,7 @@ class LoadedModel:
     tokenizer: Any | None  # a transformers tokenizer; None for a model in memory
     eos_token_ids: tuple[int, ...]
     name: str
+    folder: Path | None = None  # of a checkpoint folder
 
 
 def load_model(
@@ -69,12 +70,14 @@ def load_model(
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(f"{len(missing)} weights are missing from the checkpoint {path}: {', '.join(missing[:8])}")
-    return _loaded(_converted(model, dtype, device), _load_tokenizer(path) if needs_tokenizer else None, name)
+    tokenizer = _load_tokenizer(path) if needs_tokenizer else None
+    folder = Path(path) if Path(path).is_dir() else None
+    return _loaded(_converted(model, dtype, device), tokenizer, name, folder)
 
 
-def _loaded(model: PreTrainedModel, tokenizer: Any | None, name: str) -> LoadedModel:
+def _loaded(model: PreTrainedModel, tokenizer: Any | None, name: str, folder: Path | None = None) -> LoadedModel:
     hybrid_model = adapt(model)
-    return LoadedModel(hybrid_model, tokenizer, hybrid_model.spec.eos_token_ids, name)
+    return LoadedModel(hybrid_model, tokenizer, hybrid_model.spec.eos_token_ids, name, folder)
 
 
 def _load_tokenizer(path: str) -> Any | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hybrid_runtime.graphs.step_inputs import CommitInputs, VerifyInputs
 from hybrid_runtime.memory.pools import LayerSpec, TensorSpec
-from hybrid_runtime.ops.draft_tree import AcceptedPath, DraftTree, at_nodes, write_committed
+from hybrid_runtime.ops.draft_tree import AcceptedPath, DraftTree, write_committed
 
 NODE_STATES = "node_states"
 Values = Mapping[str, Tensor]
@@ -64,6 +64,7 @@ class Rollback(ABC):
     """One way. Records are named tensors `[rows + 1, T, ...]`, indexed by rows of the request table."""
 
     is_lazy: ClassVar[bool] = False  # whether states lag behind until they are read next
+    shared_records: ClassVar[frozenset[str]] = frozenset()  # one tensor serves all layers
 
     @abstractmethod
     def record_tensors(self, forms: TreeForms, state: TensorSpec) -> LayerSpec:
@@ -88,8 +89,8 @@ class Fold(Rollback):
         return y_BT
 
     def commit(self, forms: TreeForms, pool: Tensor, inputs: CommitInputs, records: Values) -> None:
-        noted = {name: records[name][inputs.request_rows_B] for name in forms.fold_tensors(pool.dtype)}
-        forms.fold(noted, pool, inputs.working_slots_B, inputs.destinations_B, inputs.path)
+        noted, path = accepted({name: records[name] for name in forms.fold_tensors(pool.dtype)}, inputs)
+        forms.fold(noted, pool, inputs.working_slots_B, inputs.destinations_B, path)
 
 
 class Snapshot(Rollback):
@@ -110,6 +111,7 @@ class Snapshot(Rollback):
 
 class Replay(Rollback):
     is_lazy = True
+    shared_records = frozenset({NODE_STATES})
 
     def record_tensors(self, forms: TreeForms, state: TensorSpec) -> LayerSpec:
         return {NODE_STATES: state, **forms.replay_tensors(state.dtype)}
@@ -121,14 +123,21 @@ class Replay(Rollback):
 
     def commit(self, forms: TreeForms, pool: Tensor, inputs: CommitInputs, records: Values) -> None:
         write_committed(pool, inputs.destinations_B, pool[inputs.working_slots_B], inputs.path)
-        noted = {name: records[name][inputs.request_rows_B] for name in forms.replay_tensors(pool.dtype)}
-        for place, node_B in enumerate(inputs.path.nodes_BT.unbind(1)):
-            slots_B = torch.where(place < inputs.path.num_nodes_B, inputs.destinations_B, 0)
-            of_node = {name: at_nodes(value_BT, node_B[:, None])[:, 0] for name, value_BT in noted.items()}
-            forms.replay(of_node, pool, slots_B)
+        noted, path = accepted({name: records[name] for name in forms.replay_tensors(pool.dtype)}, inputs)
+        for place in range(path.nodes_BT.shape[1]):
+            slots_B = torch.where(place < path.num_nodes_B, inputs.destinations_B, 0)
+            forms.replay({name: value_BL[:, place] for name, value_BL in noted.items()}, pool, slots_B)
 
 
 ROLLBACKS: Mapping[str, Rollback] = {"fold": Fold(), "snapshot": Snapshot(), "replay": Replay()}
+
+
+def accepted(records: Values, inputs: CommitInputs) -> tuple[Values, AcceptedPath]:
+    """What the accepted nodes left, `[B, L, ...]` in path order, L of the longest path; and these as a path."""
+    nodes_BL = inputs.path.nodes_BT
+    of_path = {name: record[inputs.request_rows_B[:, None], nodes_BL] for name, record in records.items()}
+    place_BL = torch.arange(nodes_BL.shape[1], device=nodes_BL.device).expand_as(nodes_BL)
+    return of_path, AcceptedPath(place_BL, inputs.path.num_nodes_B)
 
 
 def note(records: Values, noted: Values, request_rows_B: Tensor) -> None:

@@ -12,6 +12,7 @@ from hybrid_runtime.cache.receipt import LockReceipt
 from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.memory.slots import StateSlot
 from hybrid_runtime.sampling_params import SamplingParams
+from hybrid_runtime.speculative.adaptive import DraftBudget
 
 
 class RequestStatus(Enum):
@@ -138,9 +139,12 @@ class Request:
     num_prompt_logits_read: int = 0  # prompt tokens whose logits have been read, if prompt logprobs are wanted
     prefix_hit: PrefixHit | None = None  # set at the first admission
     ending_token_ids: tuple[int, ...] = ()  # would end it: forbidden before `min_tokens` tokens
+    end_token_ids: frozenset[int] = frozenset()  # end it
     parting_origin: str | None = None  # of a leaving request: that of the state it is to leave; None: it leaves none
     reads_its_output: bool = field(init=False)  # whether which tokens it has decides on its next one
     alone_until: int = 0  # a forward that would have computed this many tokens failed: run alone up to there
+    is_verifying: bool = False  # a step in flight verifies a draft of it, and will say how many tokens it computes
+    draft_budget: DraftBudget | None = None  # of a runtime that speculates, from its first round on
 
     def __post_init__(self) -> None:
         params = self.params
@@ -155,6 +159,7 @@ class Request:
         self.num_computed_tokens = self.num_landed_tokens = 0
         self.alone_until = 0
         self.following = None
+        self.is_verifying = False
 
     @property
     def order(self) -> tuple[int, int]:
@@ -174,7 +179,7 @@ class Request:
     @property
     def is_in_flight(self) -> bool:
         """Whether a step works on it that has been launched and has not landed."""
-        return self.num_landed_tokens < self.num_computed_tokens
+        return self.num_landed_tokens < self.num_computed_tokens or self.is_verifying
 
     @property
     def has_token_in_flight(self) -> bool:
@@ -191,9 +196,12 @@ class Request:
     @property
     def forbidden_token_ids(self) -> tuple[int, ...]:
         """What the next step to be prepared must not choose: `min_tokens` is not reached."""
+        return self.forbidden_after(max(len(self.tokens), self.num_computed_tokens + 1))
+
+    def forbidden_after(self, num_tokens: int) -> tuple[int, ...]:
+        """What must not be chosen behind the first `num_tokens` tokens of the text."""
         if not self.ending_token_ids:
             return ()
-        num_tokens = max(len(self.tokens), self.num_computed_tokens + 1)
         return self.ending_token_ids if num_tokens - self.tokens.prompt_len < self.params.min_tokens else ()
 
     @property

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,16 @@ class Admission:
     copied_from: int | None  # the tree's state slot that it resumes from
 
 
+class LaggingStates(Protocol):
+    """Working slots and periodic checkpoints whose states are yet to be written, after drafts were accepted."""
+
+    def catch_up(self) -> None:
+        """Has all of them written, by the steps that follow in the stream."""
+
+    def forget(self, row: int) -> None:
+        """Leaves those of a row of the request table unwritten for good."""
+
+
 class Residency:
     """Moves requests in and out of the pools. With `enabled=False` nothing is looked up and nothing is kept."""
 
@@ -54,6 +65,7 @@ class Residency:
         self.table = table
         self.enabled = enabled
         self.policy = policy or CheckpointPolicy()
+        self.lagging: LaggingStates | None = None
         self.num_kept_checkpoints: Counter[str] = Counter()
         self.num_skipped_checkpoints: Counter[str] = Counter()
         self.lookups = LookupCounts()
@@ -109,6 +121,18 @@ class Residency:
         for residence in residences:
             residence.num_kv_slots += 1
 
+    def order_kv(self, request: Request, nodes: NDArray[np.int64], num_nodes: int) -> None:
+        """After a verify of a tree of `num_nodes` nodes: the accepted ones' KV slots come first, in path order.
+
+        The node slots are those from the first token on that is not computed. The others stay the request's, for what
+        it verifies next.
+        """
+        residence, first = request.resident, request.num_computed_tokens
+        slots = self.table.slots[residence.row, first : first + num_nodes].copy()
+        is_rejected = np.ones(num_nodes, dtype=bool)
+        is_rejected[nodes] = False
+        self.table.write(residence.row, first, np.concatenate([slots[nodes], slots[is_rejected]]))
+
     def take_checkpoint_slot(self, origin: str) -> StateSlot | None:
         """A state slot for a checkpoint that is due; None, and counted as skipped, if none is available."""
         try:
@@ -136,6 +160,17 @@ class Residency:
             return None
         tracks.append(Checkpoint(length, slot, "track"))
         return tracks[-1]
+
+    def track_within(self, request: Request, start: int, stop: int) -> Checkpoint | None:
+        """The periodic checkpoint of a request that has just computed tokens `[start, stop)` of its output.
+
+        Of several boundaries on the way the last. None: there is none, or no slot for it.
+        """
+        interval = self.policy.track_interval
+        if not self.enabled or interval is None:
+            return None
+        boundary = stop - stop % interval
+        return self.track(request, boundary) if boundary > max(start, request.tokens.prompt_len) else None
 
     def write_row(self, request: Request) -> None:
         """Has the device's copy of a request's row written anew."""
@@ -167,6 +202,8 @@ class Residency:
         if not self.enabled:
             self.vacate(request)
             return
+        if self.lagging is not None:
+            self.lagging.catch_up()
         assert request.num_computed_tokens > 0, "it was admitted and has not run: its working slot holds nothing"
         assert not request.is_in_flight, "its working slot is still being written"
         checkpoints = [Checkpoint(request.num_computed_tokens, residence.working_slot, origin)]
@@ -182,6 +219,8 @@ class Residency:
 
     def vacate(self, request: Request) -> None:
         """Moves a request out and leaves nothing of its own: for a working slot that is not worth or fit to keep."""
+        if self.lagging is not None:
+            self.lagging.forget(request.resident.row)
         self.supply.release_states(request.resident.state_slots)
         self._move_out(request, first_own=request.resident.protected_length)
 
@@ -257,6 +296,7 @@ class Residency:
         self.table.release_row(residence.row)
         request.residence = None
         request.num_computed_tokens = request.num_landed_tokens = 0
+        request.is_verifying = False
 
     def _due_checkpoints(self, request: Request, match: PrefixMatch) -> dict[int, str]:
         if not self.enabled:

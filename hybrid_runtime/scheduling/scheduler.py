@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.errors import PoolExhausted
 from hybrid_runtime.scheduling.budget import share_budget
+from hybrid_runtime.scheduling.drafting import Drafting
 from hybrid_runtime.scheduling.placement import due_after_decode, due_in_span
 from hybrid_runtime.scheduling.request import Request, RequestStatus
 from hybrid_runtime.scheduling.residency import Admission, Residency
 from hybrid_runtime.scheduling.sharing import find_leader, still_follows
 from hybrid_runtime.scheduling.waiting_queue import ORDER, WaitingQueue
+from hybrid_runtime.speculative.draft import Draft
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,38 @@ class DecodeRow:
 
 
 @dataclass(frozen=True)
+class VerifyRow:
+    """The last token of a request, at `position`, and a draft of what follows it, which may be empty.
+
+    The row of the request table names KV slots for the last token and behind it for the drafted nodes, in their order.
+    How many tokens are computed afterwards is known when the step has landed.
+    """
+
+    request: Request
+    position: int
+    draft: Draft
+
+    @property
+    def stop(self) -> int:
+        """Tokens that the request has computed afterwards, at least."""
+        return self.position + 1
+
+
+@dataclass(frozen=True)
 class ScheduledStep:
-    """One engine iteration: what to do to working slots first, then at most one prefill and one decode forward."""
+    """One engine iteration: what to do to working slots first, then at most one forward each to prefill, decode and
+    verify.
+    """
 
     admissions: tuple[Admission, ...]
     prefill: tuple[PrefillChunk, ...]
     decode: tuple[DecodeRow, ...]
+    verify: tuple[VerifyRow, ...] = ()
 
     @property
-    def works(self) -> tuple[PrefillChunk | DecodeRow, ...]:
+    def works(self) -> tuple[PrefillChunk | DecodeRow | VerifyRow, ...]:
         """All that the forwards of this step compute."""
-        return (*self.prefill, *self.decode)
+        return (*self.prefill, *self.decode, *self.verify)
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -82,9 +105,19 @@ class Scheduler:
 
     One step may be scheduled while the one before is in flight (`schedule_ahead`), from what is known without its
     result: how many tokens each request has, not which.
+
+    With `drafting`, requests that decode may verify drafts instead; then steps are not scheduled ahead.
     """
 
-    def __init__(self, residency: Residency, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        residency: Residency,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        drafting: Drafting | None = None,
+    ) -> None:
+        self.drafting = drafting
         self.residency = residency
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -125,7 +158,8 @@ class Scheduler:
         It must where a token is chosen by a rule that reads the tokens before it, where some request has to run alone,
         and where a row finds no KV slot: who is in flight cannot be preempted.
         """
-        if self._suspects or any(r.reads_its_output and r.has_token_in_flight for r in self.running):
+        waits_for_tokens = any(r.reads_its_output and r.has_token_in_flight for r in self.running)
+        if self.drafting is not None or self._suspects or waits_for_tokens:
             return None
         try:
             self._take_decode_slots(self.running)
@@ -138,8 +172,11 @@ class Scheduler:
 
         Whatever is done to freed slots is done by later steps, which run behind this one.
         """
-        for work in step.works:
+        works: tuple[PrefillChunk | DecodeRow, ...] = (*step.prefill, *step.decode)
+        for work in works:
             work.request.num_computed_tokens = work.stop
+        for row in step.verify:
+            row.request.is_verifying = True
         for admission in step.admissions:
             admission.request.resident.receipt.release_state()
 
@@ -200,13 +237,31 @@ class Scheduler:
         admissions = self._admit(waiting)
         if admissions:
             resident = sorted((*resident, *(admission.request for admission in admissions)), key=ORDER)
-        decode = tuple(self._decode_row(request) for request in resident if request.num_uncomputed_tokens == 1)
-        prefilling = [] if len(decode) == len(resident) else [r for r in resident if r.num_uncomputed_tokens > 1]
+        decoding = [request for request in resident if request.num_uncomputed_tokens == 1]
+        verify = self._verify_rows(decoding)
+        verifying = {row.request for row in verify}
+        decode = tuple(self._decode_row(request) for request in decoding if request not in verifying)
+        prefilling = [] if len(decoding) == len(resident) else [r for r in resident if r.num_uncomputed_tokens > 1]
         shares = share_budget(self.max_num_batched_tokens, [r.num_uncomputed_tokens for r in prefilling])
         prefill = tuple(
             self._cut_chunk(request, share) for request, share in zip(prefilling, shares, strict=True) if share
         )
-        return ScheduledStep(admissions, prefill, decode)
+        return ScheduledStep(admissions, prefill, decode, verify)
+
+    def _verify_rows(self, decoding: Sequence[Request]) -> tuple[VerifyRow, ...]:
+        """Those of the decoding requests that have an output token and are not done with the next one.
+
+        Without any draft none of them: a decode costs less.
+        """
+        if self.drafting is None:
+            return ()
+        able = [r for r in decoding if r.num_computed_tokens >= r.tokens.prompt_len and not r.is_prefill_only]
+        drafts = self.drafting(able) if able else {}
+        if not any(len(draft) for draft in drafts.values()):
+            for request in able:
+                self.drafting.note(request, 0, 0)
+            return ()
+        return tuple(VerifyRow(request, request.num_computed_tokens, drafts[request]) for request in able)
 
     def _supply_decode_slots(self, candidates: Sequence[Request]) -> None:
         """One KV slot for each row that has none left, preempting others where the pool cannot give them all."""

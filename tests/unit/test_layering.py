@@ -60,7 +60,8 @@ LAYERS = {
     "capture": layer("graphs", layers="compute", packages="torch numpy"),
     "lowering": layer("graphs.lowering", layers="capture", packages="torch triton numpy"),
     "models": layer(
-        "models sampling memory.available memory.plan memory.pools memory.host_file memory.host_plan memory.host_store",
+        "models sampling memory.available memory.plan memory.pools memory.host_file memory.host_plan memory.host_store "
+        "memory.records",
         layers="data slots compute capture",
         packages="torch einops numpy transformers safetensors",
     ),

@@ -15,7 +15,7 @@ from torch.nn.functional import silu
 from hybrid_runtime.graphs.step_inputs import CommitInputs, DecodeInputs, PrefillInputs, VerifyInputs
 from hybrid_runtime.memory.pools import TensorSpec
 from hybrid_runtime.models.mixers.base import MixerMemory, write_slots
-from hybrid_runtime.models.rollback import note
+from hybrid_runtime.models.rollback import accepted, note
 from hybrid_runtime.ops.kernels import Kernels
 
 WINDOW = "conv"  # of the pool
@@ -64,6 +64,6 @@ class ShortConv(NamedTuple):
 
     def commit(self, kernels: Kernels, inputs: CommitInputs, memory: MixerMemory) -> None:
         """Writes the windows behind the accepted paths."""
-        x_BTD = memory.records[INPUTS][inputs.request_rows_B]
-        window_pool = memory.tensors[WINDOW]
-        kernels.conv_fold(window_pool, inputs.working_slots_B, inputs.destinations_B, x_BTD, inputs.path)
+        noted, path = accepted({INPUTS: memory.records[INPUTS]}, inputs)
+        slots = (inputs.working_slots_B, inputs.destinations_B)
+        kernels.conv_fold(memory.tensors[WINDOW], *slots, noted[INPUTS], path)

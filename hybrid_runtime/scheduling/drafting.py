@@ -1,0 +1,82 @@
+"""What requests verify next: how many tokens each may draft, and the KV slots of what is drafted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from hybrid_runtime.errors import PoolExhausted
+from hybrid_runtime.scheduling.request import Request
+from hybrid_runtime.scheduling.residency import Residency
+from hybrid_runtime.speculative.adaptive import DraftBudget
+from hybrid_runtime.speculative.draft import Draft, Drafter, DraftRow, check_drafts
+
+_LOGGER = logging.getLogger(__name__)
+_NO_DRAFT = Draft.chain(())
+
+
+class Drafting:
+    """Asks a drafter, within what each request may draft.
+
+    That is never more than its output may still grow by, the request table has room for, the pools can give without a
+    preemption, and, with `is_adaptive`, its drafts of late deserve.
+    """
+
+    def __init__(
+        self, drafter: Drafter, residency: Residency, *, tree_size: int, is_adaptive: bool, vocab_size: int
+    ) -> None:
+        """`tree_size`: nodes of a tree at most, the root included."""
+        self.drafter = drafter
+        self.residency = residency
+        self.tree_size = tree_size
+        self.is_adaptive = is_adaptive
+        self.vocab_size = vocab_size
+        self.num_failures = 0
+
+    def __call__(self, requests: Sequence[Request]) -> Mapping[Request, Draft]:
+        """A draft of each, which may be empty. Takes the KV slots of the drafted nodes, for the request to own.
+
+        A drafter that raises, or whose drafts are none, costs the step its drafts and no request anything.
+        """
+        rows = [DraftRow(r.resident.row, r.tokens[:], self._max_nodes(r)) for r in requests]
+        try:
+            drafts = self.drafter.draft(rows)
+            check_drafts(drafts, rows, vocab_size=self.vocab_size, drafter=type(self.drafter).__name__)
+        except Exception as error:  # the drafter's
+            self.num_failures += 1
+            if self.num_failures == 1:
+                _LOGGER.error("a drafter failed; requests go on without drafts where it does", exc_info=error)
+            return dict.fromkeys(requests, _NO_DRAFT)
+        return {r: self._within_slots(r, draft) for r, draft in zip(requests, drafts, strict=True)}
+
+    def note(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Takes in how a draft fared; both counts are without the root."""
+        if request.draft_budget is None:
+            request.draft_budget = DraftBudget(self.tree_size - 1)
+        request.draft_budget.record(num_drafted, num_accepted)
+
+    def _max_nodes(self, request: Request) -> int:
+        tokens, position = request.tokens, request.num_computed_tokens
+        room = self.residency.table.slots.shape[1] - position - 1
+        # The last token that is emitted is never a node.
+        limit = min(self.tree_size - 1, room, tokens.max_len - len(tokens) - 1)
+        if self.is_adaptive and request.draft_budget is not None:
+            limit = min(limit, request.draft_budget.limit)
+        return max(0, limit)
+
+    def _within_slots(self, request: Request, draft: Draft) -> Draft:
+        """The beginning of a draft that there are KV slots for. It has them afterwards."""
+        num_owned = request.resident.num_kv_slots - request.num_computed_tokens - 1
+        supply = self.residency.supply
+        num_nodes = len(draft)
+        if num_nodes > num_owned:
+            available = supply.kv.num_free + supply.cache.num_evictable_kv
+            num_taken = min(num_nodes - num_owned, available)
+            try:
+                self.residency.extend(request, supply.take_kv(num_taken))
+            except PoolExhausted:  # what counts as evictable may be less together
+                num_taken = 0
+            num_nodes = num_owned + num_taken
+        if num_nodes == len(draft):
+            return draft
+        return Draft(draft.token_ids[:num_nodes], draft.parents[:num_nodes])
