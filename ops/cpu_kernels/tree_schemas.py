@@ -24,6 +24,14 @@ _library.define(
     "delta_fold(Tensor(a!) state_pool, Tensor slots_B, Tensor destinations_B, Tensor k_BTGK, Tensor u_BTHV, "
     "Tensor log_a_BTHK, Tensor nodes_BT, Tensor num_nodes_B) -> ()"
 )
+_library.define(
+    "mamba2_tree_states(Tensor x_BTHP, Tensor dt_BTH, Tensor a_H, Tensor b_BTGN, Tensor c_BTGN, Tensor state_pool, "
+    "Tensor slots_B, Tensor parents_BT, Tensor(a!) node_states) -> Tensor"
+)
+_library.define(
+    "delta_tree_states(Tensor q_BTGK, Tensor k_BTGK, Tensor v_BTHV, Tensor log_a_BTHK, Tensor beta_BTH, "
+    "Tensor state_pool, Tensor slots_B, Tensor parents_BT, Tensor(a!) node_states) -> Tensor"
+)
 
 
 @torch.library.register_fake("hybrid_runtime_cpu::mamba2_tree", lib=_library)
@@ -83,3 +91,35 @@ def _delta_fold(
     num_nodes_B: Tensor,
 ) -> None:
     ensure_trees_built_or_building()
+
+
+@torch.library.register_fake("hybrid_runtime_cpu::mamba2_tree_states", lib=_library)
+def _mamba2_tree_states(
+    x_BTHP: Tensor,
+    dt_BTH: Tensor,
+    a_H: Tensor,
+    b_BTGN: Tensor,
+    c_BTGN: Tensor,
+    state_pool: Tensor,
+    slots_B: Tensor,
+    parents_BT: Tensor,
+    node_states: Tensor,
+) -> Tensor:
+    ensure_trees_built_or_building()
+    return x_BTHP.new_empty(x_BTHP.shape)
+
+
+@torch.library.register_fake("hybrid_runtime_cpu::delta_tree_states", lib=_library)
+def _delta_tree_states(
+    q_BTGK: Tensor,
+    k_BTGK: Tensor,
+    v_BTHV: Tensor,
+    log_a_BTHK: Tensor,
+    beta_BTH: Tensor,
+    state_pool: Tensor,
+    slots_B: Tensor,
+    parents_BT: Tensor,
+    node_states: Tensor,
+) -> Tensor:
+    ensure_trees_built_or_building()
+    return v_BTHV.new_empty(v_BTHV.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -21,11 +22,13 @@ Round = Callable[[Nodes, Nodes, Tensor], tuple[Tensor | None, ...]]
 
 
 def recurrent_round(op: Mamba2 | DeltaRule, of_rows: Nodes, shared: Nodes, pool: Tensor) -> tuple[Tensor | None, ...]:
-    *nodes, slots_B, parents_BT, nodes_BT, num_nodes_B = of_rows
-    y_BT, u_BT = TWINS[op].verify(tuple(nodes), shared, pool, slots_B, draft_tree(parents_BT))
+    *nodes, node_states, slots_B, parents_BT, nodes_BT, num_nodes_B = of_rows
+    tree = draft_tree(parents_BT)
+    y_BT, u_BT = TWINS[op].verify(tuple(nodes), shared, pool, slots_B, tree)
+    walked_y_BT = TWINS[op].tree_states(tuple(nodes), shared, pool, slots_B, tree, node_states)
     path = AcceptedPath(nodes_BT, num_nodes_B)
     TWINS[op].fold(tuple(nodes), shared, pool, slots_B, slots_B, u_BT, path)
-    return y_BT, u_BT
+    return y_BT, u_BT, walked_y_BT
 
 
 def recurrent_operands(op: Mamba2 | DeltaRule, num_rows: int) -> tuple[Nodes, Nodes, Tensor]:
@@ -33,7 +36,8 @@ def recurrent_operands(op: Mamba2 | DeltaRule, num_rows: int) -> tuple[Nodes, No
     case = make_case(op, large_parents("random", num_rows, NUM_NODES)).to(F32, F32)
     pool = torch.randn(NUM_SLOTS, *case.pool.shape[1:])
     path = path_to_ends(case.parents, [*[3] * (num_rows - 1), None])
-    return (*case.nodes, torch.arange(num_rows), case.tree.parents_BT, *path), case.shared, pool
+    node_states = torch.zeros(num_rows, NUM_NODES, *pool.shape[1:])
+    return (*case.nodes, node_states, torch.arange(num_rows), case.tree.parents_BT, *path), case.shared, pool
 
 
 @pytest.mark.parametrize("op", OPS, ids=repr)
@@ -45,11 +49,12 @@ def test_one_graph_serves_every_number_of_rows_and_writes_its_pool_in_place(op) 
         of_rows, shared, pool = recurrent_operands(op, num_rows)
         for tensor in of_rows:
             torch._dynamo.mark_dynamic(tensor, 0)
-        expected_pool = pool.clone()
-        expected = run(of_rows, shared, expected_pool)
+        expected_of_rows, expected_pool = copy.deepcopy(of_rows), pool.clone()
+        expected = run(expected_of_rows, shared, expected_pool)
         for actual, wanted in zip(tree_leaves(compiled(of_rows, shared, pool)), tree_leaves(expected), strict=True):
             assert actual is wanted is None or same_bits(actual, wanted)
-        assert same_bits(pool, expected_pool)
+        for actual, wanted in zip((pool, *of_rows), (expected_pool, *expected_of_rows), strict=True):
+            assert same_bits(actual, wanted)  # pool and node states are written in place
     assert counter.frame_count == 1
 
 
@@ -58,16 +63,20 @@ def test_the_schemas_and_shapes_are_those_of_the_kernels() -> None:
     calls = []
     for op in OPS:
         of_rows, shared, pool = recurrent_operands(op, 3)
-        *nodes, slots_B, parents_BT, nodes_BT, num_nodes_B = of_rows
+        *nodes, node_states, slots_B, parents_BT, nodes_BT, num_nodes_B = of_rows
         committed = (pool, slots_B, slots_B)
         if isinstance(op, Mamba2):
             x, dt, b, c = nodes
-            calls.append((ops.mamba2_tree, (x, dt, *shared, b, c, pool, slots_B, parents_BT)))
+            verify = (x, dt, *shared, b, c, pool, slots_B, parents_BT)
+            calls.append((ops.mamba2_tree, verify))
+            calls.append((ops.mamba2_tree_states, (*verify, node_states)))
             calls.append((ops.mamba2_fold, (*committed, dt, *shared, x, b, nodes_BT, num_nodes_B)))
             continue
         q, k, v, log_a, beta = nodes
         log_a = log_a.reshape(*beta.shape, -1)
-        calls.append((ops.delta_tree, (q, k, v.bfloat16(), log_a, beta, pool, slots_B, parents_BT)))
+        verify = (q, k, v.bfloat16(), log_a, beta, pool, slots_B, parents_BT)
+        calls.append((ops.delta_tree, verify))
+        calls.append((ops.delta_tree_states, (*verify, node_states)))
         calls.append((ops.delta_fold, (*committed, k, v, log_a, nodes_BT, num_nodes_B)))
     for overloads, arguments in calls:
         torch.library.opcheck(overloads.default, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -25,10 +25,14 @@ class Mamba2Twin(Mamba2):
         (x, dt, b, _), (a,) = nodes, shared
         tree_twins.mamba2_fold(pool, slots_B, destinations_B, dt, a, x, b, path)
 
+    def tree_states(self, nodes: Nodes, shared: Nodes, pool: Tensor, slots_B, tree, node_states) -> Tensor:
+        (x, dt, b, c), (a,) = nodes, shared
+        return tree_twins.mamba2_tree_states(x, dt, a, b, c, pool, slots_B, tree, node_states)
+
 
 def delta_twin(op: DeltaRule) -> DeltaRule:
-    forms = {name: getattr(tree_twins, f"{op.name}_{name}") for name in ("tree", "fold")}
-    return replace(op, tree_form=forms["tree"], fold_form=forms["fold"])
+    forms = {name: getattr(tree_twins, f"{op.name}_{name}") for name in ("tree", "fold", "tree_states")}
+    return replace(op, tree_form=forms["tree"], fold_form=forms["fold"], states_form=forms["tree_states"])
 
 
 TWINS: dict[Mamba2 | DeltaRule, Mamba2 | DeltaRule] = {
