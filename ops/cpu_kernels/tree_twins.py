@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_runtime.ops import delta_tree as delta
 from hybrid_runtime.ops import gdn_tree as gdn
 from hybrid_runtime.ops import kda_tree as kda
 from hybrid_runtime.ops import mamba2_tree as mamba2
@@ -163,8 +162,12 @@ def gdn_tree_states(
     node_states: Tensor,
 ) -> Tensor:
     """As `ops.gdn_tree.gdn_tree_states`; the states of padding rows are left as they are."""
-    operands = (q_BTGK, k_BTGK, v_BTHV, log_a_BTH[..., None], beta_BTH)
-    return _delta_tree_states(operands, state_pool, slots_B, tree, node_states)
+    operands = (q_BTGK, k_BTGK, v_BTHV, log_a_BTH, beta_BTH, state_pool)
+    if not _are_narrow(*operands) or node_states.dtype != state_pool.dtype:
+        return gdn.gdn_tree_states(*operands, slots_B, tree, node_states)
+    _build_unless_traced()
+    operands = (q_BTGK, k_BTGK, v_BTHV, log_a_BTH[..., None], beta_BTH, state_pool)
+    return _ops.delta_tree_states(*operands, slots_B, tree.parents_BT, node_states)
 
 
 def kda_tree_states(
@@ -179,17 +182,11 @@ def kda_tree_states(
     node_states: Tensor,
 ) -> Tensor:
     """As `ops.kda_tree.kda_tree_states`; the states of padding rows are left as they are."""
-    operands = (q_BTGK, k_BTGK, v_BTHV, log_a_BTHK, beta_BTH)
-    return _delta_tree_states(operands, state_pool, slots_B, tree, node_states)
-
-
-def _delta_tree_states(
-    operands: tuple[Tensor, ...], state_pool: Tensor, slots_B: Tensor, tree: DraftTree, node_states: Tensor
-) -> Tensor:
-    if not _are_narrow(*operands, state_pool) or node_states.dtype != state_pool.dtype:
-        return delta.delta_tree_states(*operands, state_pool, slots_B, tree, node_states)
+    operands = (q_BTGK, k_BTGK, v_BTHV, log_a_BTHK, beta_BTH, state_pool)
+    if not _are_narrow(*operands) or node_states.dtype != state_pool.dtype:
+        return kda.kda_tree_states(*operands, slots_B, tree, node_states)
     _build_unless_traced()
-    return _ops.delta_tree_states(*operands, state_pool, slots_B, tree.parents_BT, node_states)
+    return _ops.delta_tree_states(*operands, slots_B, tree.parents_BT, node_states)
 
 
 def _are_narrow(*tensors: Tensor) -> bool:
