@@ -18,31 +18,37 @@ struct DeltaTree {
   bool decays_per_channel() const { return log_a_BTHK.sizes[3] > 1; }
 };
 
+constexpr int64_t kPendingSums = 64;  // of pairs whose lanes are added up together, sixteen at a time
+
 // Buffers of one thread, of one head at a time.
 struct DeltaTreeScratch {
+  int64_t row = kAny, group = kAny;  // whose scores without decays are at hand
   int64_t num_nodes, rows, keys, values;  // sizes, filled up but for the first
   Scratch memory;
   float *k_TK, *q_TK, *a_TK, *reach_TK;  // of a, one per node if it is no vector; reach: decay from the state on
   float *kq_in_RK, *read_RV;             // k and then q of all nodes decayed from the state on; their products with it
-  float *panels, *u_TV, *v_V, *y_V;
-  float *score_k, *score_q;  // of a node, with all that it sees
-  std::vector<Floats> sums_k, sums_q;
+  float *panels, *u_TV, *v_V;
+  float *score_k, *score_q;    // of every node with all that it sees, in the order of the ways up
+  float *weight_k, *weight_q;  // the same of one node, decayed
+  std::vector<Floats> sums_k, sums_q;  // scores whose lanes are not added up yet
 
   explicit DeltaTreeScratch(const DeltaTree& p)
       : num_nodes(p.ways.num_nodes),
         rows(rounded_up(2 * num_nodes, kProductRows)),
         keys(rounded_up(p.pool.sizes[3], kChannels)),
         values(rounded_up(p.pool.sizes[2], kPanelValues)),
-        memory((4 * num_nodes + rows + values) * keys + (rows + num_nodes + 2) * values + 2 * num_nodes),
-        sums_k(rounded_up(num_nodes, 16)),
-        sums_q(rounded_up(num_nodes, 16)) {
+        memory((4 * num_nodes + rows + values) * keys + (rows + num_nodes + 1) * values +
+               num_nodes * (num_nodes + 3)),
+        sums_k(rounded_up(std::max(num_nodes, kPendingSums), 16)),
+        sums_q(sums_k.size()) {
     for (float** each : {&k_TK, &q_TK, &a_TK, &reach_TK}) *each = memory.take(num_nodes * keys);
     kq_in_RK = memory.take(rows * keys);
     read_RV = memory.take(rows * values);
     panels = memory.take(keys * values);
     u_TV = memory.take(num_nodes * values);
-    for (float** each : {&v_V, &y_V}) *each = memory.take(values);
-    for (float** each : {&score_k, &score_q}) *each = memory.take(num_nodes);
+    v_V = memory.take(values);
+    for (float** each : {&score_k, &score_q}) *each = memory.take(num_nodes * (num_nodes + 1) / 2);
+    for (float** each : {&weight_k, &weight_q}) *each = memory.take(num_nodes);
   }
 };
 
@@ -70,12 +76,14 @@ inline void read_delta_head(const DeltaTree& p, int64_t row, int64_t head, Delta
   }
 }
 
-// <k_i, k_j> and <q_i, k_j> of a node i with the nodes j on its way up, each decayed from j to i.
+// Lanes of <k_i, k_j> and <q_i, k_j> of a node i with the nodes j on its way up; each decayed from j to i if decays are
+// vectors, which do not leave the product.
 template <bool PER_CHANNEL>
-inline void score_way(const int32_t* way, int64_t length, DeltaTreeScratch& s) {
+inline void multiply_way(const int32_t* way, int64_t length, const DeltaTreeScratch& s, Floats* sums_k,
+                         Floats* sums_q) {
   const float *k_K = s.k_TK + way[0] * s.keys, *q_K = s.q_TK + way[0] * s.keys;
-  std::fill_n(s.sums_k.data(), rounded_up(length, 16), Floats{});
-  std::fill_n(s.sums_q.data(), rounded_up(length, 16), Floats{});
+  std::fill_n(sums_k, length, Floats{});
+  std::fill_n(sums_q, length, Floats{});
   for (int64_t first = 0; first < s.keys; first += kChannels) {
     Floats k[kChannelVectors], q[kChannelVectors];  // decayed from the node j of the loop on
     for (int64_t n = 0; n < kChannelVectors; ++n) {
@@ -84,7 +92,7 @@ inline void score_way(const int32_t* way, int64_t length, DeltaTreeScratch& s) {
     }
     for (int64_t place = 0; place < length; ++place) {
       const int64_t offset = way[place] * s.keys + first;
-      Floats sum_k = s.sums_k[place], sum_q = s.sums_q[place];
+      Floats sum_k = sums_k[place], sum_q = sums_q[place];
 #pragma GCC unroll 4
       for (int64_t n = 0; n < kChannelVectors; ++n) {
         const Floats key = load_floats(s.k_TK + offset + 16 * n);
@@ -96,20 +104,62 @@ inline void score_way(const int32_t* way, int64_t length, DeltaTreeScratch& s) {
           q[n] *= decay;
         }
       }
-      s.sums_k[place] = sum_k;
-      s.sums_q[place] = sum_q;
+      sums_k[place] = sum_k;
+      sums_q[place] = sum_q;
     }
   }
+}
+
+// Adds up the lanes of `count` sums; the vectors behind them, up to a multiple of 16, may hold anything.
+inline void add_lanes(const Floats* sums, int64_t count, float* out) {
+  for (int64_t first = 0; first < count; first += 16) {
+    const Floats totals = sum_lanes(*reinterpret_cast<const Floats(*)[16]>(sums + first));
+    std::memcpy(out + first, &totals, std::min<int64_t>(16, count - first) * sizeof(float));
+  }
+}
+
+// The scores of all nodes of a head; without decays if these are scalars.
+template <bool PER_CHANNEL>
+inline void score_nodes(const WaysUp& ways, int64_t row, DeltaTreeScratch& s) {
+  float *score_k = s.score_k, *score_q = s.score_q;
+  int64_t pending = 0;
+  const auto add_pending = [&] {
+    add_lanes(s.sums_k.data(), pending, score_k);
+    add_lanes(s.sums_q.data(), pending, score_q);
+    score_k += pending;
+    score_q += pending;
+    pending = 0;
+  };
+  for (int64_t node = 0; node < s.num_nodes; ++node) {
+    const int64_t length = ways.length(row, node);
+    if (pending + length > static_cast<int64_t>(s.sums_k.size())) add_pending();
+    multiply_way<PER_CHANNEL>(ways.from(row, node), length, s, s.sums_k.data() + pending, s.sums_q.data() + pending);
+    pending += length;
+  }
+  add_pending();
+}
+
+inline void score_head(const DeltaTree& p, int64_t row, int64_t head, DeltaTreeScratch& s) {
+  const int64_t group = head * p.k_BTGK.sizes[2] / p.pool.sizes[1];
+  if (p.decays_per_channel()) {
+    score_nodes<true>(p.ways, row, s);
+  } else if (row != s.row || group != s.group) {
+    score_nodes<false>(p.ways, row, s);
+    s.row = row;
+    s.group = group;
+  }
+}
+
+// What a node weighs the u of those that it sees with.
+inline void weigh_way(const DeltaTree& p, int64_t row, int64_t node, DeltaTreeScratch& s) {
+  const int64_t first = p.ways.begin(row, node) - p.ways.begin(row, 0), length = p.ways.length(row, node);
+  const int32_t* way = p.ways.from(row, node);
+  const bool per_channel = p.decays_per_channel();
   float decay = 1;
-  for (int64_t first = 0; first < length; first += 16) {
-    float scores_k[16], scores_q[16];
-    store_lanes(sum_lanes(*reinterpret_cast<const Floats(*)[16]>(s.sums_k.data() + first)), scores_k);
-    store_lanes(sum_lanes(*reinterpret_cast<const Floats(*)[16]>(s.sums_q.data() + first)), scores_q);
-    for (int64_t n = 0; n < std::min<int64_t>(16, length - first); ++n) {
-      s.score_k[first + n] = decay * scores_k[n];
-      s.score_q[first + n] = decay * scores_q[n];
-      if (!PER_CHANNEL) decay *= s.a_TK[way[first + n] * s.keys];
-    }
+  for (int64_t n = 0; n < length; ++n) {
+    s.weight_k[n] = decay * s.score_k[first + n];
+    s.weight_q[n] = decay * s.score_q[first + n];
+    if (!per_channel) decay *= s.a_TK[way[n] * s.keys];
   }
 }
 
@@ -128,21 +178,22 @@ inline void run_delta_tree_units(const DeltaTree& p, int64_t begin, int64_t end)
     read_delta_head(p, row, head, s);
     pack_state(p.pool.at<S>(p.slot_B[row], head), value_dim, p.pool.sizes[3], s.keys, s.panels);
     multiply_state(s.kq_in_RK, s.panels, s.rows, s.keys, s.values, s.read_RV);
+    score_head(p, row, head, s);
     for (int64_t node = 0; node < s.num_nodes; ++node) {
       const int32_t* way = p.ways.from(row, node);
       const int64_t length = p.ways.length(row, node);
-      if (p.decays_per_channel()) {
-        score_way<true>(way, length, s);
-      } else {
-        score_way<false>(way, length, s);
-      }
+      weigh_way(p, row, node, s);
       float *read_V = s.read_RV + node * s.values, *u_V = s.u_TV + node * s.values;
-      add_weighted(read_V, s.score_k + 1, way + 1, length - 1, s.u_TV, s.values, read_V);
+      float* y_V = read_V + s.num_nodes * s.values;
+      add_weighted<2>({read_V, y_V}, {s.weight_k + 1, s.weight_q + 1}, way + 1, length - 1, s.u_TV, s.values);
       read_node(p.v_BTHV, row, node, head, s.v_V);
       const float beta = read_node_scalar(p.beta_BTH, row, node, head);
-      for (int64_t n = 0; n < s.values; ++n) u_V[n] = beta * (s.v_V[n] - read_V[n]);
-      add_weighted(read_V + s.num_nodes * s.values, s.score_q, way, length, s.u_TV, s.values, s.y_V);
-      write_node(s.y_V, p.y_BTHV, row, node, head);
+#pragma omp simd
+      for (int64_t n = 0; n < s.values; ++n) {
+        u_V[n] = beta * (s.v_V[n] - read_V[n]);
+        y_V[n] = multiply_add(s.weight_q[0], u_V[n], y_V[n]);
+      }
+      write_node(y_V, p.y_BTHV, row, node, head);
       write_node(u_V, p.u_BTHV, row, node, head);
     }
   }

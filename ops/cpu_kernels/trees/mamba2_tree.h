@@ -98,7 +98,7 @@ inline void run_mamba2_tree_units(const Mamba2Tree& p, int64_t begin, int64_t en
         decay *= s.decay_T[way[n]];
       }
       for (int64_t value = 0; value < s.values; ++value) s.y_P[value] = decay * s.read_TP[node * s.values + value];
-      add_weighted(s.y_P, s.weight, way, length, s.x_TP, s.values, s.y_P);
+      add_weighted<1>({s.y_P}, {s.weight}, way, length, s.x_TP, s.values);
       write_node(s.y_P, p.y_BTHP, row, node, head);
       score += length;
     }

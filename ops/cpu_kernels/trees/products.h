@@ -121,6 +121,7 @@ inline void transpose(Floats (&rows)[16]) {
 }
 
 // A state `[V, K]` as panels of 32 values: `[V / 32, K, 32]`, both sizes rounded up and filled with zeros.
+// Sixteen rows are fetched from memory while those before them are transposed; at the end, the next head's.
 template <class S>
 inline void pack_state(const S* state_VK, int64_t value_dim, int64_t key_dim, int64_t padded_keys, float* panels) {
   for (int64_t value = 0; value < rounded_up(value_dim, kPanelValues); value += 16) {
@@ -129,6 +130,7 @@ inline void pack_state(const S* state_VK, int64_t value_dim, int64_t key_dim, in
       Floats tile[16];
       for (int64_t row = 0; row < 16; ++row) {
         const bool is_there = value + row < value_dim;
+        __builtin_prefetch(state_VK + (value + row + 16) * key_dim + key, 0, 2);
         tile[row] = load_up_to_16(state_VK + (is_there ? (value + row) * key_dim + std::min(key, key_dim) : 0),
                                   is_there ? key_dim - key : 0);
       }
@@ -176,19 +178,27 @@ inline void multiply_state(const float* x_RK, const float* panels, int64_t num_r
   }
 }
 
-// sum_V := x_V + Σ_n weight[n] y[nodes[n]]_V over the nodes of a way.
-inline void add_weighted(const float* x_V, const float* weights, const int32_t* nodes, int64_t count, const float* y_TV,
-                         int64_t padded_values, float* sum_V) {
+// For each of N pairs of sums and weights: sum_V += Σ_n weight[n] y[nodes[n]]_V over the nodes of a way.
+template <int N>
+inline void add_weighted(float* const (&sums_V)[N], const float* const (&weights)[N], const int32_t* nodes,
+                         int64_t count, const float* y_TV, int64_t padded_values) {
   for (int64_t value = 0; value < padded_values; value += kPanelValues) {
-    Floats sums[2] = {load_floats(x_V + value), load_floats(x_V + value + 16)};
+    Floats sums[N][2];
+    for (int m = 0; m < N; ++m) {
+      for (int part = 0; part < 2; ++part) sums[m][part] = load_floats(sums_V[m] + value + 16 * part);
+    }
     for (int64_t n = 0; n < count; ++n) {
       const float* y_V = y_TV + nodes[n] * padded_values + value;
-      const Floats weight = broadcast(weights[n]);
-      sums[0] = multiply_add(weight, load_floats(y_V), sums[0]);
-      sums[1] = multiply_add(weight, load_floats(y_V + 16), sums[1]);
+      const Floats first = load_floats(y_V), second = load_floats(y_V + 16);
+      for (int m = 0; m < N; ++m) {
+        const Floats weight = broadcast(weights[m][n]);
+        sums[m][0] = multiply_add(weight, first, sums[m][0]);
+        sums[m][1] = multiply_add(weight, second, sums[m][1]);
+      }
     }
-    put_floats(sums[0], sum_V + value);
-    put_floats(sums[1], sum_V + value + 16);
+    for (int m = 0; m < N; ++m) {
+      for (int part = 0; part < 2; ++part) put_floats(sums[m][part], sums_V[m] + value + 16 * part);
+    }
   }
 }
 
