@@ -91,8 +91,8 @@ def states_moved(rollback: str, num_nodes: int) -> int:
 
     fold: reads the state to verify, reads and writes it to commit. The other two also write the state behind every
     node, and the commit reads one and writes one: `snapshot` the accepted node's, `replay` the one that it advances.
-    (A node whose parent's state has to come from memory again reads one more: up to `2 * num_nodes + 2` in all. A replay
-    that goes token by token reads and writes one for each.)
+    (A node whose parent's state has to come from memory again reads one more: up to `2 * num_nodes + 2` in all. A
+    replay that goes token by token reads and writes one for each.)
     """
     return 3 if rollback == "fold" else 3 + num_nodes
 
