@@ -1,6 +1,6 @@
-"""Prefill forms as operators that a compiler takes as they are, so that one compiled prefill serves every batch.
+"""Forms as operators that a compiler takes as they are, so that one compiled prefill or verify serves every batch.
 
-These forms loop over chunks or sequences on the host, or take sizes from the device. Traced, each loop would be
+These forms loop over chunks, sequences or nodes on the host, or take sizes from the device. Traced, each loop would be
 unrolled for one batch; as an operator (namespace `hybrid_runtime`) it runs as the PyTorch form it is, with any sizes,
 inside a graph that is compiled once.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hybrid_runtime.config import RuntimeConfig
-from hybrid_runtime.engine.compiled_steps import NUM_PARTS, CompiledSteps
+from hybrid_runtime.engine.compiled_steps import NUM_PARTS, NUM_SPECULATIVE_PARTS, CompiledSteps
 from hybrid_runtime.engine.engine import Engine
 from hybrid_runtime.engine.host_cache import build_host_tier
 from hybrid_runtime.engine.launching import DirectLauncher, StepLauncher, ThreadLauncher
@@ -153,7 +153,8 @@ def _compiled_steps(
     Whatever goes wrong, a model that runs eagerly is worth more than none: a warning says so.
     """
     start = time.perf_counter()
-    with tqdm(total=NUM_PARTS, unit="part", leave=False) as bar:
+    num_parts = NUM_PARTS + (NUM_SPECULATIVE_PARTS if speculative is not None else 0)
+    with tqdm(total=num_parts, unit="part", leave=False) as bar:
 
         def report(part: str) -> None:
             _LOGGER.info("compiling: %s", part)

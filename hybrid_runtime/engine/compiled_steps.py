@@ -19,7 +19,6 @@ from hybrid_runtime.engine.steps import (
     SpeculativeSteps,
     StepOutputs,
     VerifyOutputs,
-    is_invalid,
     known_tokens,
     outputs_of,
 )
@@ -36,7 +35,9 @@ from hybrid_runtime.graphs.step_inputs import (
 )
 from hybrid_runtime.models.block import Block, FeedForwardSublayer, MixerSublayer
 from hybrid_runtime.models.hybrid_model import HybridModel
-from hybrid_runtime.models.mixers import MixerMemory
+from hybrid_runtime.models.mixers import MixerMemory, RecurrentMixer
+from hybrid_runtime.models.rollback import Rollback
+from hybrid_runtime.ops.draft_tree import AcceptedPath, draft_tree
 from hybrid_runtime.ops.draw import DrawInputs
 from hybrid_runtime.ops.kernels import wait_for_kernels
 from hybrid_runtime.ops.ragged import DEFAULT_CHUNK_SIZE, RaggedLayout
@@ -47,6 +48,7 @@ _STATE_POSITIONS = ((DEFAULT_CHUNK_SIZE + 6,), (3, 5, 9))
 _NUM_LOGITS = 7
 
 NUM_PARTS = 5  # that are reported while steps are compiled
+NUM_SPECULATIVE_PARTS = 2  # more, for a runtime that speculates
 
 
 class CompiledSteps:
@@ -72,6 +74,7 @@ class CompiledSteps:
         The model must run the forms of `compiled_kernels`. `report` is told what is being compiled.
         """
         self.can_be_captured = model.device.type == "cuda"
+        compiles_trees = speculative is not None and model.device.type == "cpu"
         self._model = model
         self._last_token_R = last_token_R
         self._memory = memory
@@ -81,7 +84,8 @@ class CompiledSteps:
         pools = self._model.memories(memory)
         # The plan sizes these by the free memory of the day: compiled code must not depend on it.
         tensors = [pool for layer in (*memory.kv_layers, *memory.state_layers) for pool in layer.values()]
-        mark_dynamic([*tensors, memory.req_to_token, last_token_R])
+        records = [record for layer in memory.record_layers for record in layer.values()]
+        mark_dynamic([*tensors, *records, memory.req_to_token, last_token_R])
         mark_dynamic([memory.req_to_token], dim=1)
         prefill, decode = _example_prefill(model.device), _example_decode(self.max_context_len, model.device)
 
@@ -103,11 +107,20 @@ class CompiledSteps:
             self._prefill_layers = layers.prefill(prefill)
             report("decode")
             self._decode_layers = layers.decode(decode)
+            if speculative is not None and compiles_trees:
+                verify, commit = _example_verify(speculative.num_nodes), _example_commit(speculative.num_nodes)
+                report("verify")
+                self._verify_layers = layers.verify(verify, speculative.rollback)
+                report("commit")
+                self._commit_layers = layers.commit(commit, speculative.rollback)
             report("kernels")
         wait_for_kernels(model.device)
         report("trial run on the null slot")  # what is left to load or to initialise is so before requests come
         self.prefill(prefill, draw)
         self.decode(decode, _example_draw(len(decode.token_ids_B), model.device))
+        if compiles_trees:
+            self.verify(verify, _example_draw(verify.token_ids_BT.numel(), model.device))
+            self.commit(commit)
 
     @torch.no_grad()
     def prefill(self, inputs: PrefillInputs, draw: DrawInputs) -> StepOutputs:
@@ -136,15 +149,26 @@ class CompiledSteps:
     @torch.no_grad()
     def verify(self, inputs: VerifyInputs, draw: DrawInputs) -> VerifyOutputs:
         assert self._speculative is not None
-        inputs = dataclasses.replace(inputs, max_context_len=max(1, int(inputs.committed_lens_B.max())))
-        x_ND = self._model.verify_stream(inputs, self._memory, self._speculative.rollback)
-        logits_NV = self._model.logits(x_ND)
-        return VerifyOutputs(logits_NV, self._model.kernels.draw_tokens(logits_NV, draw), is_invalid(logits_NV), x_ND)
+        if self.can_be_captured:  # not compiled yet on CUDA: the plain forms take the longest context there is
+            inputs = dataclasses.replace(inputs, max_context_len=max(1, int(inputs.committed_lens_B.max())))
+            x_ND = self._model.verify_stream(inputs, self._memory, self._speculative.rollback)
+        else:
+            token_ids_N = inputs.token_ids_BT.flatten()
+            x_ND = self._embed(self._model, token_ids_N, torch.zeros_like(token_ids_N), self._last_token_R)
+            for layer in self._verify_layers:
+                x_ND = layer(x_ND, inputs)
+        nowhere_N = torch.zeros_like(draw.seeds_B)
+        chosen: StepOutputs = self._choose(self._model, x_ND, nowhere_N, self._last_token_R, draw)
+        return VerifyOutputs(chosen.logits_BV, chosen.token_ids_B, chosen.is_invalid_B, x_ND)
 
     @torch.no_grad()
     def commit(self, inputs: CommitInputs) -> None:
         assert self._speculative is not None
-        self._model.commit(inputs, self._memory, self._speculative.rollback)
+        if self.can_be_captured:
+            self._model.commit(inputs, self._memory, self._speculative.rollback)
+            return
+        for layer in self._commit_layers:
+            layer(inputs)
 
     def _note_hidden(self, x_BD: Tensor, request_rows_B: Tensor) -> None:
         if self._speculative is not None and self._speculative.hidden_RD is not None:
@@ -189,12 +213,29 @@ class _Layers:
         x_BD, blocks = self._stream(inputs.token_ids_B), _Kinds(_decode_block)
         return [_bound(blocks, block, x_BD, inputs, memories) for block, memories in self._blocks]
 
-    def _halves(self, inputs: Any, token_ids_N: Tensor, mixings: _Kinds, feed_forwards: _Kinds) -> list[_Layer]:
+    def verify(self, inputs: VerifyInputs, rollback: Rollback) -> list[_Layer]:
+        """As for a prefill."""
+        return self._halves(
+            inputs, inputs.token_ids_BT.flatten(), _Kinds(_mix_verify), _Kinds(_feed_forward_decode), rollback
+        )
+
+    def commit(self, inputs: CommitInputs, rollback: Rollback) -> list[Callable[[CommitInputs], None]]:
+        """Of the blocks that have states."""
+        kinds = _Kinds(_commit_states)
+        layers: list[Callable[[CommitInputs], None]] = []
+        for block, memories in self._blocks:
+            if block.mixing is not None and any(isinstance(mixer, RecurrentMixer) for mixer in block.mixers):
+                layers.append(_bound_commit(kinds, block.mixing, inputs, memories, rollback))
+        return layers
+
+    def _halves(
+        self, inputs: Any, token_ids_N: Tensor, mixings: _Kinds, feed_forwards: _Kinds, *rest: Any
+    ) -> list[_Layer]:
         x_ND = self._stream(token_ids_N)
         layers: list[_Layer] = []
         for block, memories in self._blocks:
             mixing, half = block.mixing, block.feed_forward
-            layers.append(_bound(mixings, mixing, x_ND, inputs, memories) if mixing is not None else _unchanged)
+            layers.append(_bound(mixings, mixing, x_ND, inputs, memories, *rest) if mixing is not None else _unchanged)
             if half is None:
                 layers.append(_unchanged)
             else:
@@ -214,6 +255,13 @@ def _bound(kinds: _Kinds, layer: object, x_ND: Tensor, inputs: Any, *rest: Any) 
     if inputs is None:
         return lambda x_ND, _: run(layer, x_ND, None)
     return lambda x_ND, inputs: run(layer, x_ND, inputs, *rest)
+
+
+def _bound_commit(
+    kinds: _Kinds, mixing: MixerSublayer, inputs: CommitInputs, *rest: Any
+) -> Callable[[CommitInputs], None]:
+    run = kinds.of(mixing, inputs.request_rows_B, inputs, *rest)
+    return lambda inputs: run(mixing, inputs.request_rows_B, inputs, *rest)
 
 
 def _unchanged(x_ND: Tensor, _: Any) -> Tensor:
@@ -239,6 +287,19 @@ def _mix_prefill(mixing: MixerSublayer, x_LD: Tensor, inputs: PrefillInputs, mem
 
 def _mix_decode(mixing: MixerSublayer, x_BD: Tensor, inputs: DecodeInputs, memories: Sequence[MixerMemory]) -> Tensor:
     return mixing.decode(x_BD, inputs, memories)
+
+
+def _mix_verify(
+    mixing: MixerSublayer, x_ND: Tensor, inputs: VerifyInputs, memories: Sequence[MixerMemory], rollback: Rollback
+) -> Tensor:
+    return mixing.verify(x_ND, inputs, memories, rollback)
+
+
+def _commit_states(
+    mixing: MixerSublayer, rows_B: Tensor, inputs: CommitInputs, memories: Sequence[MixerMemory], rollback: Rollback
+) -> Tensor:
+    mixing.commit(inputs, memories, rollback)
+    return rows_B
 
 
 def _feed_forward_prefill(half: FeedForwardSublayer, x_ND: Tensor, _: None) -> Tensor:
@@ -297,6 +358,44 @@ def _example_prefill(device: torch.device) -> PrefillInputs:
     return inputs
 
 
+def _example_verify(num_nodes: int) -> VerifyInputs:
+    """Three padding rows, of trees that `num_nodes` nodes hold."""
+    size = (3, min(num_nodes, 5))
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    inputs = VerifyInputs(
+        token_ids_BT=zeros(*size),
+        positions_BT=zeros(*size),
+        kv_slots_BT=zeros(*size),
+        request_rows_B=zeros(3),
+        committed_lens_B=zeros(3),
+        max_context_len=1,
+        working_slots_B=zeros(3),
+        tree=draft_tree(zeros(*size)),
+    )
+    tensors = [*_tensors(inputs), *inputs.tree]
+    mark_dynamic(tensors)
+    for tensor in tensors:
+        for dim in range(1, tensor.dim()):
+            mark_dynamic([tensor], dim)
+    return inputs
+
+
+def _example_commit(num_nodes: int) -> CommitInputs:
+    """Three padding rows that accept nothing."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    path = AcceptedPath(zeros(3, min(num_nodes, 5)), zeros(3))
+    inputs = CommitInputs(zeros(3), zeros(3), zeros(3), path)
+    mark_dynamic([*_tensors(inputs), *path])
+    mark_dynamic([path.nodes_BT], 1)
+    return inputs
+
+
 def _example_draw(num_rows: int, device: torch.device) -> DrawInputs:
     """Greedy rows."""
     draw = draw_inputs(torch.zeros(len(DrawInputs._fields), num_rows, dtype=torch.int64, device=device))
@@ -304,6 +403,6 @@ def _example_draw(num_rows: int, device: torch.device) -> DrawInputs:
     return draw
 
 
-def _tensors(inputs: PrefillInputs | DecodeInputs | RaggedLayout) -> list[Tensor]:
+def _tensors(inputs: PrefillInputs | DecodeInputs | VerifyInputs | CommitInputs | RaggedLayout) -> list[Tensor]:
     values = (getattr(inputs, field.name) for field in dataclasses.fields(inputs))
     return [value for value in values if isinstance(value, Tensor)]

@@ -33,10 +33,10 @@ def accepted_nodes(
     """The path from the root along which each node's token is the one that the target chose behind its parent.
 
     That is exact for greedy and for sampled requests: the target draws its token behind every node with the key that
-    plain decoding would use there, so that texts, and hence their distribution, are those of plain decoding. (It matches
-    proposals with the target's own draw: the naive sampling of SpecInfer, Miao et al. 2024, arXiv 2305.09781. One of a
-    node's children is accepted with the sum of the target's probabilities of all, and no lossless rule accepts given
-    children more often.)
+    plain decoding would use there, so that texts, and hence their distribution, are those of plain decoding. Proposals
+    are matched with the target's own draw: the naive sampling of SpecInfer (Miao et al. 2024, arXiv 2305.09781). One of
+    a node's children is accepted with the sum of the target's probabilities of all, and no lossless rule accepts given
+    children more often.
 
     Arrays hold a row's own nodes. A token that ends the request is never accepted: it is the last one, and needs no KV
     and no state. At most `max_accepted` nodes, at least 1, are. Of siblings with equal tokens the first counts.

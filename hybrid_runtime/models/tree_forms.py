@@ -15,9 +15,15 @@ from torch import Tensor
 from hybrid_runtime.memory.pools import LayerSpec, TensorSpec
 from hybrid_runtime.models.rollback import TreeForms, Values
 from hybrid_runtime.ops.draft_tree import AcceptedPath, DraftTree
+from hybrid_runtime.ops.ragged import state_dtype_for
 
 
-@dataclass(frozen=True)
+def decay_rate(log_decay_rate_H: Tensor) -> Tensor:
+    """Mamba-2's `a`, in state arithmetic."""
+    return -log_decay_rate_H.to(state_dtype_for(log_decay_rate_H)).exp()
+
+
+@dataclass(frozen=True, eq=False)
 class Mamba2Forms(TreeForms):
     """Operands: x, dt, a, b, c, as `ops.mamba2_tree` names them."""
 
@@ -29,7 +35,7 @@ class Mamba2Forms(TreeForms):
     head_dim: int
     num_groups: int
     state_dim: int
-    decay_rate_H: Callable[[], Tensor]  # a
+    log_decay_rate_H: Tensor
 
     def fold_tensors(self, state_dtype: torch.dtype) -> LayerSpec:
         return {
@@ -45,7 +51,7 @@ class Mamba2Forms(TreeForms):
         return self.tree_op(*operands, pool, slots_B, tree), self.replayable(operands)
 
     def fold(self, noted: Values, pool: Tensor, slots_B: Tensor, destinations_B: Tensor, path: AcceptedPath) -> None:
-        a_H = self.decay_rate_H()
+        a_H = decay_rate(self.log_decay_rate_H)
         self.fold_op(pool, slots_B, destinations_B, noted["dt"], a_H, noted["x"], noted["b"], path)
 
     def tree_states(self, operands: Any, pool: Tensor, slots_B: Tensor, tree: DraftTree, node_states: Tensor) -> Tensor:
@@ -57,10 +63,11 @@ class Mamba2Forms(TreeForms):
 
     def replay(self, noted: Values, pool: Tensor, slots_B: Tensor) -> None:
         b_BGS = noted["b"]  # in c's place, too: outputs are not read
-        self.step_op(noted["x"], noted["dt"], self.decay_rate_H(), b_BGS, b_BGS, pool, slots_B)
+        a_H = decay_rate(self.log_decay_rate_H)
+        self.step_op(noted["x"], noted["dt"], a_H, b_BGS, b_BGS, pool, slots_B)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DeltaForms(TreeForms):
     """Operands: query, key, value, log_a, beta, as `ops.gdn_tree` and `ops.kda_tree` name them."""
 

@@ -72,6 +72,17 @@ class GdnMixer(RecurrentMixer):
         self.spec = spec
         self.weights = weights
         self.kernels = kernels
+        self.tree_forms: TreeForms = DeltaForms(
+            kernels.gdn_tree,
+            kernels.gdn_fold,
+            kernels.gdn_tree_states,
+            kernels.gdn_step,
+            spec.num_key_heads,
+            spec.num_value_heads,
+            spec.key_dim,
+            spec.value_dim,
+            (spec.num_value_heads,),
+        )
 
     def state_tensors(self, dtype: torch.dtype, state_dtype: torch.dtype) -> LayerSpec:
         spec = self.spec
@@ -93,21 +104,6 @@ class GdnMixer(RecurrentMixer):
         operands = self._operands(projected, self.weights.conv.decode(self.kernels, projected.qkv_NC, inputs, memory))
         y_BHV = self.kernels.gdn_step(*operands, memory.tensors[STATE], inputs.working_slots_B)
         return self._output(y_BHV, projected.gate_NHV, x_BD.dtype)
-
-    @property
-    def tree_forms(self) -> TreeForms:
-        spec, kernels = self.spec, self.kernels
-        return DeltaForms(
-            kernels.gdn_tree,
-            kernels.gdn_fold,
-            kernels.gdn_tree_states,
-            kernels.gdn_step,
-            spec.num_key_heads,
-            spec.num_value_heads,
-            spec.key_dim,
-            spec.value_dim,
-            (spec.num_value_heads,),
-        )
 
     def verify(self, x_ND: Tensor, inputs: VerifyInputs, memory: MixerMemory, rollback: Rollback) -> Tensor:
         projected = self._project(x_ND)

@@ -67,6 +67,17 @@ class KdaMixer(RecurrentMixer):
         self.spec = spec
         self.weights = weights
         self.kernels = kernels
+        self.tree_forms: TreeForms = DeltaForms(
+            kernels.kda_tree,
+            kernels.kda_fold,
+            kernels.kda_tree_states,
+            kernels.kda_step,
+            spec.num_heads,
+            spec.num_heads,
+            spec.key_dim,
+            spec.value_dim,
+            (spec.num_heads, spec.key_dim),
+        )
 
     def state_tensors(self, dtype: torch.dtype, state_dtype: torch.dtype) -> LayerSpec:
         spec = self.spec
@@ -88,21 +99,6 @@ class KdaMixer(RecurrentMixer):
         qkv_BC = self.weights.conv.decode(self.kernels, self._project(x_BD), inputs, memory)
         y_BHV = self.kernels.kda_step(*self._operands(x_BD, qkv_BC), memory.tensors[STATE], inputs.working_slots_B)
         return self._output(x_BD, y_BHV)
-
-    @property
-    def tree_forms(self) -> TreeForms:
-        spec, kernels = self.spec, self.kernels
-        return DeltaForms(
-            kernels.kda_tree,
-            kernels.kda_fold,
-            kernels.kda_tree_states,
-            kernels.kda_step,
-            spec.num_heads,
-            spec.num_heads,
-            spec.key_dim,
-            spec.value_dim,
-            (spec.num_heads, spec.key_dim),
-        )
 
     def verify(self, x_ND: Tensor, inputs: VerifyInputs, memory: MixerMemory, rollback: Rollback) -> Tensor:
         qkv_NC = self.weights.conv.verify(self.kernels, self._project(x_ND), inputs, memory)

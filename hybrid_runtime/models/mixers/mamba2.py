@@ -21,7 +21,7 @@ from hybrid_runtime.models.mixers.recurrent import RecurrentMixer
 from hybrid_runtime.models.mixers.short_conv import WINDOW, ShortConv
 from hybrid_runtime.models.rollback import Rollback, TreeForms
 from hybrid_runtime.models.spec import Mamba2Spec
-from hybrid_runtime.models.tree_forms import Mamba2Forms
+from hybrid_runtime.models.tree_forms import Mamba2Forms, decay_rate
 from hybrid_runtime.models.weights import Linear
 from hybrid_runtime.ops.kernels import Kernels
 from hybrid_runtime.ops.norms import gated_rms_norm
@@ -62,6 +62,17 @@ class Mamba2Mixer(RecurrentMixer):
         self.spec = spec
         self.weights = weights
         self.kernels = kernels
+        self.tree_forms: TreeForms = Mamba2Forms(
+            kernels.mamba2_tree,
+            kernels.mamba2_fold,
+            kernels.mamba2_tree_states,
+            kernels.mamba2_step,
+            spec.num_heads,
+            spec.head_dim,
+            spec.num_groups,
+            spec.state_dim,
+            weights.log_decay_rate_H,
+        )
 
     def state_tensors(self, dtype: torch.dtype, state_dtype: torch.dtype) -> LayerSpec:
         spec = self.spec
@@ -84,21 +95,6 @@ class Mamba2Mixer(RecurrentMixer):
         y_BHP = self.kernels.mamba2_step(*operands, memory.tensors[STATE], inputs.working_slots_B)
         return self._output(y_BHP, operands.x_NHP, gate, x_BD.dtype)
 
-    @property
-    def tree_forms(self) -> TreeForms:
-        spec, kernels = self.spec, self.kernels
-        return Mamba2Forms(
-            kernels.mamba2_tree,
-            kernels.mamba2_fold,
-            kernels.mamba2_tree_states,
-            kernels.mamba2_step,
-            spec.num_heads,
-            spec.head_dim,
-            spec.num_groups,
-            spec.state_dim,
-            self._decay_rate,
-        )
-
     def verify(self, x_ND: Tensor, inputs: VerifyInputs, memory: MixerMemory, rollback: Rollback) -> Tensor:
         gate, xbc_NC, dt_NH = self._project(x_ND)
         operands = self._operands(self.weights.conv.verify(self.kernels, xbc_NC, inputs, memory), dt_NH)
@@ -114,11 +110,6 @@ class Mamba2Mixer(RecurrentMixer):
     @property
     def conv(self) -> ShortConv:
         return self.weights.conv
-
-    def _decay_rate(self) -> Tensor:
-        """`a`, in state arithmetic."""
-        rate_H = self.weights.log_decay_rate_H
-        return -rate_H.to(state_dtype_for(rate_H)).exp()
 
     def _project(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
@@ -138,7 +129,7 @@ class Mamba2Mixer(RecurrentMixer):
         return _Operands(
             x_NHP=rearrange(x, "n (h p) -> n h p", h=spec.num_heads),
             dt_NH=dt_NH.clamp(spec.min_time_step, spec.max_time_step),
-            a_H=self._decay_rate(),
+            a_H=decay_rate(weights.log_decay_rate_H),
             b_NGS=rearrange(b, "n (g s) -> n g s", g=spec.num_groups),
             c_NGS=rearrange(c, "n (g s) -> n g s", g=spec.num_groups),
         )

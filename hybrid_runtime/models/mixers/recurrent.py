@@ -24,6 +24,7 @@ class RecurrentMixer(Mixer):
 
     state_name: ClassVar[str]
     kernels: Kernels
+    tree_forms: TreeForms  # its recurrence over draft trees
 
     @abstractmethod
     def state_tensors(self, dtype: torch.dtype, state_dtype: torch.dtype) -> LayerSpec:
@@ -33,11 +34,6 @@ class RecurrentMixer(Mixer):
     @abstractmethod
     def conv(self) -> ShortConv:
         """Its convolution."""
-
-    @property
-    @abstractmethod
-    def tree_forms(self) -> TreeForms:
-        """Its recurrence over draft trees."""
 
     @abstractmethod
     def verify(self, x_ND: Tensor, inputs: VerifyInputs, memory: MixerMemory, rollback: Rollback) -> Tensor:
