@@ -84,6 +84,7 @@ def _add_mtp_commands(commands: Any) -> None:
     run.add_argument("--other-lr", type=float, default=MtpOptions.other_lr, help="peak learning rate of AdamW")
     run.add_argument("--seed", type=int, default=MtpOptions.seed, help="seed of weights and order of files")
     run.add_argument("--save-every", type=float, default=MtpOptions.save_every_minutes, help="minutes between saves")
+    run.add_argument("--go-on", action="store_true", help="start from the folder's head, with a fresh optimizer")
     run.add_argument("--float32", action="store_true", help="float32 matrix products, for CPUs without bfloat16")
     run.add_argument("--eager", action="store_true", help="do not compile; needs no C++ compiler")
     measure = commands.add_parser(
@@ -141,6 +142,7 @@ def _train_mtp(args: argparse.Namespace) -> None:
         other_lr=args.other_lr,
         seed=args.seed,
         save_every_minutes=args.save_every,
+        go_on=args.go_on,
         matmul_dtype=torch.float32 if args.float32 else torch.bfloat16,
         compiled=not args.eager,
     )

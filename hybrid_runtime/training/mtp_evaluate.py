@@ -71,10 +71,9 @@ def evaluate_mtp(
     forward = MtpForward(target, head, torch.float32, compiled=False)
     prompts_PL = cut_prompts(files, num_prompts, PROMPT_LENGTH, seed)
     texts_PL = continue_greedily(folder, prompts_PL, CONTINUATION_LENGTH, compiled=compiled)
-    last_prompt_token, last_token = PROMPT_LENGTH - 1, PROMPT_LENGTH + CONTINUATION_LENGTH - 1
     return (
-        acceptance(forward, texts_PL, last_prompt_token, last_prompt_token, depth),
-        acceptance(forward, texts_PL, PROMPT_LENGTH, last_token - depth, depth),
+        acceptance(forward, texts_PL, range(PROMPT_LENGTH - 1, PROMPT_LENGTH), depth),
+        acceptance(forward, texts_PL, range(PROMPT_LENGTH, texts_PL.shape[1] - depth), depth),
     )
 
 
@@ -86,30 +85,34 @@ def load_head(folder: Path) -> tuple[KimiLinearForCausalLM, MtpModule]:
 
 
 @torch.inference_mode()
-def acceptance(forward: MtpForward, texts_PL: Tensor, first_root: int, last_root: int, depth: int) -> Acceptance:
-    """Drafts chains of `depth` tokens from every root `first_root..last_root` (positions of tokens) of the texts.
-
-    The tokens behind each root must be the target's greedy choices: while a draft is right it then is the text, so that
-    reading the text at every step measures exactly the drafts that are right so far. L must be a multiple of the KDA
-    chunk, and `last_root + depth < L`.
+def acceptance(forward: MtpForward, texts_PL: Tensor, roots: range, depth: int) -> Acceptance:
+    """`chain_acceptance` over the texts, batch by batch, on what the training forward makes of them. L must be a
+    multiple of the KDA chunk.
     """
-    assert 1 <= first_root <= last_root < texts_PL.shape[1] - depth
     total = Acceptance(0, (0,) * depth, 0)
     for ids_BL in texts_PL.split(BATCH_SIZE):
-        total = total.plus(_batch_acceptance(forward, ids_BL, first_root, last_root, depth))
+        total = total.plus(chain_acceptance(forward, ids_BL, *forward.read(ids_BL), roots, depth))
     return total
 
 
-def _batch_acceptance(forward: MtpForward, ids_BL: Tensor, first_root: int, last_root: int, depth: int) -> Acceptance:
-    hidden_BLD, latents = forward.read(ids_BL)
-    hidden_BND = hidden_BLD[:, :last_root]  # a root at p is drafted from the committed tokens 0..p - 1
-    num_roots = last_root - first_root + 1
-    right_BM = torch.ones(len(ids_BL), num_roots, dtype=torch.bool)
+def chain_acceptance(
+    forward: MtpForward, ids_BL: Tensor, hidden_BLD: Tensor, latents: tuple[Tensor, ...], roots: range, depth: int
+) -> Acceptance:
+    """Drafts chains of `depth` tokens from every root (positions of tokens, at least 1) of the texts `ids_BL`.
+
+    `hidden_BLD`, `latents`: the target's, of all tokens. The tokens behind each root must be the target's greedy
+    choices, and the last root have `depth` of them: while a draft is right it then is the text, so that reading the
+    text at every step measures exactly the drafts that are right so far.
+    """
+    assert roots.start >= 1
+    assert roots.stop + depth <= ids_BL.shape[1]
+    hidden_BND = hidden_BLD[:, : roots.stop - 1]  # a root at p is drafted from the committed tokens 0..p - 1
+    right_BM = torch.ones(len(ids_BL), len(roots), dtype=torch.bool)
     num_accepted, num_candidate_hits = [], 0
     for step in range(1, depth + 1):
-        hidden_BND = forward.step(ids_BL[:, step : step + last_root], hidden_BND, latents)
-        logits_BMV = forward.logits(hidden_BND[:, first_root - 1 :])
-        greedy_BM = ids_BL[:, first_root + step : first_root + step + num_roots]
+        hidden_BND = forward.step(ids_BL[:, step : step + roots.stop - 1], hidden_BND, latents)
+        logits_BMV = forward.logits(hidden_BND[:, roots.start - 1 :])
+        greedy_BM = ids_BL[:, roots.start + step : roots.stop + step]
         if step == 1:
             candidates_BMC = logits_BMV.topk(NUM_CANDIDATES, dim=-1).indices
             num_candidate_hits = int((candidates_BMC == greedy_BM[..., None]).any(-1).sum())

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import KimiLinearForCausalLM
 
 from hybrid_runtime.models.adapters import adapt
-from hybrid_runtime.models.mtp import MTP_FILE, save_mtp
+from hybrid_runtime.models.mtp import MTP_FILE, load_mtp, save_mtp
 from hybrid_runtime.training.data import TokenBatches
-from hybrid_runtime.training.mtp_forward import MtpForward, MtpModule
+from hybrid_runtime.training.mtp_forward import MtpForward, MtpModule, Teacher
 from hybrid_runtime.training.mtp_initial import initial_spec, initial_tensors
 from hybrid_runtime.training.optimizer import BlockOptimizer, learning_rate_scale
 
@@ -44,6 +44,7 @@ class MtpOptions:
     matmul_dtype: torch.dtype = torch.bfloat16
     compiled: bool = True
     save_every_minutes: float = 5.0
+    go_on: bool = False  # start from the head in the folder, which decides kv_layers, with a fresh optimizer
 
     def __post_init__(self) -> None:
         if (self.minutes is None) == (self.steps is None):
@@ -56,17 +57,20 @@ class MtpTraining:
     def __init__(self, target: KimiLinearForCausalLM, options: MtpOptions) -> None:
         self.options = options
         adapted = adapt(target)
-        spec = initial_spec(adapted, options.kv_layers)
-        self.head = MtpModule(spec, initial_tensors(spec, adapted, options.seed))
+        if options.go_on:
+            loaded = load_mtp(options.folder / MTP_FILE, adapted)
+            self.head = MtpModule(loaded.spec, loaded.weights.named_tensors())
+        else:
+            spec = initial_spec(adapted, options.kv_layers)
+            self.head = MtpModule(spec, initial_tensors(spec, adapted, options.seed))
         self.forward = MtpForward(target, self.head, options.matmul_dtype, compiled=options.compiled)
         self._loss = torch.compile(draft_loss, dynamic=False) if options.compiled else draft_loss
 
-    def losses(self, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
+    def losses(self, ids_BL: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
         """The weighted loss of a draft of `num_steps` tokens from every position, and the share of positions at which
         each step's most likely token is the target's, `[num_steps]`.
         """
         options = self.options
-        teacher = self.forward.teach(ids_BL)
         num_positions = ids_BL.shape[1] - options.num_steps
         hidden_BND = teacher.hidden_BLD[:, :num_positions]
         loss, agreements = torch.zeros(()), []
@@ -117,7 +121,7 @@ def _loop(training: MtpTraining, optimizer: BlockOptimizer, batches: TokenBatche
         fraction = step / options.steps if options.steps is not None else seconds / (60 * (options.minutes or 0))
         if fraction >= 1:
             return
-        loss, agreement = training.losses(ids_BL)
+        loss, agreement = training.losses(ids_BL, training.forward.teach(ids_BL))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(training.head.parameters(), options.max_grad_norm)
         optimizer.step(learning_rate_scale(step, fraction))

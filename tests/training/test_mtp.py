@@ -23,8 +23,8 @@ from hybrid_runtime.training.corpus import read_corpus
 from hybrid_runtime.training.data import encode_files
 from hybrid_runtime.training.folder import save_folder
 from hybrid_runtime.training.model import Size, initial_model
-from hybrid_runtime.training.mtp_evaluate import Acceptance, acceptance, evaluate_mtp, load_head
-from hybrid_runtime.training.mtp_forward import MtpForward
+from hybrid_runtime.training.mtp_evaluate import Acceptance, chain_acceptance, evaluate_mtp, load_head
+from hybrid_runtime.training.mtp_forward import MtpForward, Teacher
 from hybrid_runtime.training.mtp_text import continue_greedily, cut_prompts
 from hybrid_runtime.training.mtp_train import MtpOptions, MtpTraining, draft_loss, train_mtp
 from hybrid_runtime.training.tokenizer import train_tokenizer
@@ -34,8 +34,8 @@ NUM_STEPS = 4
 HELD_OUT_FILE = "asyncio/queues.py"
 PROMPT_LENGTH, LENGTH = 64, 112
 STEP_BOUND = 1e-4  # logits are of order 10; a hundred float32 roundings of that size add up to some 1e-5
-# Measured on 512 prompts: see the folder's README. Few prompts vary, and so does the library of another Python.
-MIN_ACCEPTANCE = 0.4
+# 0.83 measured here, 0.86 on more prompts; the file differs a little between versions of Python
+MIN_ACCEPTANCE = 0.65
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +61,11 @@ class PoolDrafts:
         [self.logits_LV] = driver.prefill(Prompt(self.row, text.tolist()))
         [self.hidden_LD] = streams
 
-    @property
-    def latents(self) -> list[Tensor]:
-        """What the pools hold of the text, `[L, C]` for each attention."""
+    def read(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The hidden states and, from the pools, each attention's latents, as a batch of one in float32."""
         slots_L = self.memory.req_to_token[self.row.row, : len(self.text)].long()
-        return [layer["latent"][slots_L] for layer in self.memory.kv_layers]
+        latents = tuple(layer["latent"][slots_L][None].float() for layer in self.memory.kv_layers)
+        return self.hidden_LD[None].float(), latents
 
     def step(self, tokens_N: Tensor, hidden_ND: Tensor, committed_N: Tensor) -> tuple[Tensor, Tensor]:
         rows_N = torch.full_like(committed_N, self.row.row)
@@ -105,19 +105,17 @@ def test_continuations_are_greedy(drafts: PoolDrafts, text: Tensor) -> None:
 
 def test_the_training_forward_reads_what_the_runtime_keeps(drafts: PoolDrafts, text: Tensor) -> None:
     """Hidden states and latents; up to what the bound on decays in training costs."""
-    hidden_BLD, latents = bundled_forward().read(text)
-    pairs = zip((hidden_BLD, *latents), (drafts.hidden_LD, *drafts.latents), strict=True)
-    for actual, expected in pairs:
-        assert (actual[0] - expected).norm() <= 0.01 * expected.norm()
+    (hidden_BLD, latents), (expected_BLD, expected_latents) = bundled_forward().read(text), drafts.read()
+    for actual, expected in zip((hidden_BLD, *latents), (expected_BLD, *expected_latents), strict=True):
+        assert (actual - expected).norm() <= 0.01 * expected.norm()
 
 
 def test_the_training_forward_is_the_runtimes_step(drafts: PoolDrafts, text: Tensor) -> None:
     """Every step of a draft at every position, from the same hidden states and latents; float32 against float64."""
     forward = bundled_forward()
     num_positions = LENGTH - NUM_STEPS
-    latents = tuple(latent_LC[None].float() for latent_LC in drafts.latents)
-    hidden_ND = drafts.hidden_LD[:num_positions]
-    hidden_BND = hidden_ND[None].float()
+    hidden_BLD, latents = drafts.read()
+    hidden_BND, hidden_ND = hidden_BLD[:, :num_positions], drafts.hidden_LD[:num_positions]
     committed_N = torch.arange(1, num_positions + 1)
     for step in range(1, NUM_STEPS + 1):
         tokens_N = text[0, step : step + num_positions]
@@ -127,10 +125,10 @@ def test_the_training_forward_is_the_runtimes_step(drafts: PoolDrafts, text: Ten
 
 
 def test_acceptance_is_that_of_drafted_chains(drafts: PoolDrafts, text: Tensor) -> None:
-    first, last = PROMPT_LENGTH - 1, LENGTH - NUM_STEPS - 1
-    measured = acceptance(bundled_forward(), text, first, last, NUM_STEPS)
-    assert measured.num_positions == last - first + 1
-    assert list(measured.num_accepted) == drafts.accepted(torch.arange(first, last + 1), NUM_STEPS)
+    roots = range(PROMPT_LENGTH - 1, LENGTH - NUM_STEPS)
+    measured = chain_acceptance(bundled_forward(), text, *drafts.read(), roots, NUM_STEPS)
+    assert measured.num_positions == len(roots)
+    assert list(measured.num_accepted) == drafts.accepted(torch.tensor(roots), NUM_STEPS)
     assert 0 < measured.num_accepted[-1] < measured.num_accepted[0]
 
 
@@ -139,7 +137,7 @@ def test_training_counts_agreement_where_the_target_stands(drafts: PoolDrafts, t
     target, head = load_head(TINY_CHECKPOINT)
     training = MtpTraining(target, options_for(TINY_CHECKPOINT, num_steps=NUM_STEPS, kv_layers=head.spec.kv_layers))
     training.head.load_state_dict(head.state_dict())
-    _, agreement_S = training.losses(text)
+    _, agreement_S = training.losses(text, Teacher(*drafts.read(), drafts.logits_LV[None].float()))
     num_positions = LENGTH - NUM_STEPS
     hidden_ND, committed_N = drafts.hidden_LD[:num_positions], torch.arange(1, num_positions + 1)
     for step in range(1, NUM_STEPS + 1):
@@ -199,23 +197,34 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train_small(folder: Path, **changes: object) -> tuple[list[str], bytes]:
-    """The lines that a run logs, and the file that it leaves."""
+def train_small(folder: Path, **changes: object) -> tuple[list[float], bytes]:
+    """The mean losses that a run logs, and the file that it leaves."""
     files = [np.random.default_rng(0).integers(2, 40, 3000).astype(np.uint16)]
     lines: list[str] = []
     train_mtp(options_for(folder, **changes), files, lines.append)
-    return lines, (folder / MTP_FILE).read_bytes()
-
-
-def test_a_few_steps_lower_the_loss_and_a_seed_repeats_itself(small_folder: Path) -> None:
-    lines, file = train_small(small_folder, steps=100)
     losses = [float(line.split("loss ")[1].split()[0]) for line in lines if line.startswith("step")]
+    return losses, (folder / MTP_FILE).read_bytes()
+
+
+def test_a_few_steps_lower_the_loss(small_folder: Path) -> None:
+    losses, _ = train_small(small_folder, steps=100)
     assert len(losses) == 4
     assert losses[-1] < 0.8 * losses[0]
-    _, again = train_small(small_folder, steps=100)
+
+
+def test_a_seed_repeats_itself(small_folder: Path) -> None:
+    _, file = train_small(small_folder, steps=20)
+    _, again = train_small(small_folder, steps=20)
     assert again == file
-    _, other = train_small(small_folder, steps=100, seed=1)
+    _, other = train_small(small_folder, steps=20, seed=1)
     assert other != file
+
+
+def test_training_goes_on_from_the_heads_file(small_folder: Path) -> None:
+    losses, _ = train_small(small_folder, steps=75, kv_layers=(1, 0))
+    more_losses, _ = train_small(small_folder, steps=25, kv_layers=None, go_on=True, matrix_lr=1e-4, other_lr=1e-4)
+    assert more_losses[0] < losses[1]
+    assert load_head(small_folder)[1].spec.kv_layers == (1, 0)
 
 
 def test_a_budget_is_one_of_two() -> None:
