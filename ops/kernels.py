@@ -167,6 +167,7 @@ def compiled_kernels(device: torch.device) -> Kernels:
     )
     if device.type == "cpu":
         from hybrid_runtime.ops import cpu_kernels
+        from hybrid_runtime.ops.cpu_kernels import tree_twins
 
         cpu_kernels.start_building()
         return dataclasses.replace(
@@ -184,6 +185,15 @@ def compiled_kernels(device: torch.device) -> Kernels:
             decode_latents=cpu_kernels.decode_latents,
             decode_mla=cpu_kernels.decode_mla,
             draw_tokens=cpu_kernels.draw_tokens,
+            mamba2_tree=tree_twins.mamba2_tree,
+            mamba2_fold=tree_twins.mamba2_fold,
+            mamba2_tree_states=tree_twins.mamba2_tree_states,
+            gdn_tree=tree_twins.gdn_tree,
+            gdn_fold=tree_twins.gdn_fold,
+            gdn_tree_states=tree_twins.gdn_tree_states,
+            kda_tree=tree_twins.kda_tree,
+            kda_fold=tree_twins.kda_fold,
+            kda_tree_states=tree_twins.kda_tree_states,
         )
     from hybrid_runtime.ops import triton_kernels
 
@@ -200,12 +210,18 @@ def compiled_kernels(device: torch.device) -> Kernels:
     )
 
 
-def wait_for_kernels(device: torch.device) -> None:
-    """Returns when the forms of `compiled_kernels` can run: on a CPU they may have to be built first."""
+def wait_for_kernels(device: torch.device, *, trees: bool) -> None:
+    """Returns when the forms of `compiled_kernels` can run: on a CPU they may have to be built first.
+
+    `trees`: those over draft trees, too.
+    """
     if device.type == "cpu":
         from hybrid_runtime.ops import cpu_kernels
+        from hybrid_runtime.ops.cpu_kernels.tree_build import ensure_trees_built
 
         cpu_kernels.ensure_built()
+        if trees:
+            ensure_trees_built()
 
 
 def _pack_on_cpu(weights: Sequence[Tensor]) -> list[Tensor | None]:

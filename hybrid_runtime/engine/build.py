@@ -124,7 +124,12 @@ def build_engine(
 def _drafting(speculation: SpeculationPlan, runner: ModelRunner, residency: Residency) -> Drafting:
     assert runner.speculative is not None
     return Drafting(
-        speculation.make_drafter(runner.model, runner.memory.step_memory, runner.speculative),
+        speculation.make_drafter(
+            runner.model,
+            runner.memory.step_memory,
+            runner.speculative,
+            compiles=isinstance(runner.steps, CompiledSteps),
+        ),
         residency,
         tree_size=speculation.config.tree_size,
         is_adaptive=speculation.config.adaptive,

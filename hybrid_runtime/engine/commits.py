@@ -56,6 +56,11 @@ class Commits:
             pending, self._pending = list(self._pending.values()), {}
             self._write(pending)
 
+    def num_pending(self, row: int) -> int:
+        """How many tokens the states of this row of the request table lag behind."""
+        commit = self._pending.get(row)
+        return 0 if commit is None else len(commit.nodes)
+
     def forget(self, row: int) -> None:
         """Nobody will read the states of this row of the request table."""
         self._pending.pop(row, None)

@@ -114,7 +114,7 @@ class CompiledSteps:
                 report("commit")
                 self._commit_layers = layers.commit(commit, speculative.rollback)
             report("kernels")
-        wait_for_kernels(model.device)
+        wait_for_kernels(model.device, trees=compiles_trees)
         report("trial run on the null slot")  # what is left to load or to initialise is so before requests come
         self.prefill(prefill, draw)
         self.decode(decode, _example_draw(len(decode.token_ids_B), model.device))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hybrid_runtime.engine.mtp_drafter import MtpDrafter
+from hybrid_runtime.engine.mtp_drafter import CompiledDraftStep, EagerDraftStep, MtpDrafter
 from hybrid_runtime.engine.steps import SpeculativeSteps
 from hybrid_runtime.graphs.step_inputs import StepMemory
 from hybrid_runtime.memory.records import RecordPlan
@@ -65,8 +65,10 @@ class SpeculationPlan:
             hidden_RD = torch.zeros(size, dtype=model.dtype, device=model.device)
         return SpeculativeSteps(self.rollback, self.config.tree_size, hidden_RD)
 
-    def make_drafter(self, model: HybridModel, memory: StepMemory, steps: SpeculativeSteps) -> Drafter:
-        """The drafter, for a model in the forms that its steps run."""
+    def make_drafter(
+        self, model: HybridModel, memory: StepMemory, steps: SpeculativeSteps, *, compiles: bool
+    ) -> Drafter:
+        """The drafter, for a model in the forms that its steps run. `compiles`: whether these are compiled."""
         config = self.config
         if self.drafter is not None:
             return self.drafter
@@ -80,9 +82,10 @@ class SpeculationPlan:
             )
         assert self.head is not None
         assert steps.hidden_RD is not None
+        head = self.head.with_target(model)
+        make_step = CompiledDraftStep if compiles and model.device.type == "cpu" else EagerDraftStep
         return MtpDrafter(
-            self.head.with_target(model),
-            memory,
+            make_step(head, memory, config.topk),
             steps.hidden_RD,
             topk=config.topk,
             num_steps=config.num_steps,
