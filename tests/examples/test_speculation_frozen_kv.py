@@ -133,7 +133,7 @@ def test_section_8_1_the_head_shares_embedding_and_output_map(rt: HybridRuntime)
 
     No weight of its own has the vocabulary's size.
     """
-    head, model = drafter_of(rt)._head, rt._engine.runner.model
+    head, model = drafter_of(rt)._step.head, rt._engine.runner.model
     assert head.target is model
     assert all(model.spec.vocab_size not in tensor.shape for tensor in head.weights.named_tensors().values())
 
