@@ -86,6 +86,7 @@ class CompiledSteps:
         tensors = [pool for layer in (*memory.kv_layers, *memory.state_layers) for pool in layer.values()]
         records = [record for layer in memory.record_layers for record in layer.values()]
         mark_dynamic([*tensors, *records, memory.req_to_token, last_token_R])
+        mark_dynamic(records, dim=1)
         mark_dynamic([memory.req_to_token], dim=1)
         prefill, decode = _example_prefill(model.device), _example_decode(self.max_context_len, model.device)
 
@@ -112,7 +113,8 @@ class CompiledSteps:
                 report("verify")
                 self._verify_layers = layers.verify(verify, speculative.rollback)
                 report("commit")
-                self._commit_layers = layers.commit(commit, speculative.rollback)
+                if not speculative.rollback.is_lazy:
+                    self._commit_layers = layers.commit(commit, speculative.rollback)
             report("kernels")
         wait_for_kernels(model.device, trees=compiles_trees)
         report("trial run on the null slot")  # what is left to load or to initialise is so before requests come
@@ -164,7 +166,7 @@ class CompiledSteps:
     @torch.no_grad()
     def commit(self, inputs: CommitInputs) -> None:
         assert self._speculative is not None
-        if self.can_be_captured:
+        if self.can_be_captured or self._speculative.rollback.is_lazy:  # a replay walks along paths of any length
             self._model.commit(inputs, self._memory, self._speculative.rollback)
             return
         for layer in self._commit_layers:
