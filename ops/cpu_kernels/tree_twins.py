@@ -17,7 +17,6 @@ from hybrid_runtime.ops import conv_tree as conv
 from hybrid_runtime.ops import gdn_tree as gdn
 from hybrid_runtime.ops import kda_tree as kda
 from hybrid_runtime.ops import mamba2_tree as mamba2
-from hybrid_runtime.ops import tree_attention as attention
 from hybrid_runtime.ops import opaque_trees
 from hybrid_runtime.ops.cpu_kernels import tree_schemas  # noqa: F401 (defines the operators)
 from hybrid_runtime.ops.cpu_kernels.tree_build import ensure_trees_built
@@ -232,14 +231,14 @@ def tree_attention(
     Copies no keys or values but those of the places that are worked on. Products are in float32.
     """
     if k_pool.dtype != v_pool.dtype or not _are_narrow(q_BTHD, k_pool):
-        return attention.tree_attention(
+        return opaque_trees.tree_attention(
             q_BTHD,
             k_pool,
             v_pool,
             req_to_token,
             request_rows_B,
             committed_lens_B,
-            req_to_token.shape[1],
+            max_context_len,
             kv_slots_BT,
             tree,
             scale=scale,

@@ -177,7 +177,7 @@ inline void run_delta_tree_units(const DeltaTree& p, int64_t begin, int64_t end)
     }
     read_delta_head(p, row, head, s);
     pack_state(p.pool.at<S>(p.slot_B[row], head), value_dim, p.pool.sizes[3], s.keys, s.panels);
-    multiply_state(s.kq_in_RK, s.panels, s.rows, s.keys, s.values, s.read_RV);
+    multiply_panels(s.kq_in_RK, s.panels, s.rows, s.keys, s.values, s.read_RV);
     score_head(p, row, head, s);
     for (int64_t node = 0; node < s.num_nodes; ++node) {
       const int32_t* way = p.ways.from(row, node);

@@ -87,7 +87,7 @@ inline void run_mamba2_tree_units(const Mamba2Tree& p, int64_t begin, int64_t en
     score_group(p, row, head * num_groups / num_heads, s);
     read_mamba2_head(p, row, head, s);
     pack_state(p.pool.at<S>(p.slot_B[row], head), p.pool.sizes[2], p.pool.sizes[3], s.keys, s.panels);
-    multiply_state(s.c_TN, s.panels, s.rows, s.keys, s.values, s.read_TP);
+    multiply_panels(s.c_TN, s.panels, s.rows, s.keys, s.values, s.read_TP);
     const float* score = s.score;
     for (int64_t node = 0; node < p.ways.num_nodes; ++node) {
       const int32_t* way = p.ways.from(row, node);

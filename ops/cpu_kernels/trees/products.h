@@ -13,6 +13,7 @@ namespace hybrid_runtime {
 constexpr int64_t kChannelVectors = 4;                  // of 16 floats
 constexpr int64_t kChannels = 16 * kChannelVectors;     // of a block of channels
 constexpr int64_t kPanelValues = 32;                    // two vectors
+constexpr int kSecondLevel = 2;                         // of cache: into the first, less would fit
 constexpr int64_t kProductRows = 6;                     // rows of a product are computed by so many, or twice as many
 
 inline int64_t rounded_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
@@ -120,31 +121,38 @@ inline void transpose(Floats (&rows)[16]) {
 #endif
 }
 
-// A state `[V, K]` as panels of 32 values: `[V / 32, K, 32]`, both sizes rounded up and filled with zeros.
-// Sixteen rows are fetched from memory while those before them are transposed; at the end, the next head's.
-template <class S>
-inline void pack_state(const S* state_VK, int64_t value_dim, int64_t key_dim, int64_t padded_keys, float* panels) {
-  for (int64_t value = 0; value < rounded_up(value_dim, kPanelValues); value += 16) {
-    float* panel = panels + value / kPanelValues * kPanelValues * padded_keys + value % kPanelValues;
-    for (int64_t key = 0; key < padded_keys; key += 16) {
-      Floats tile[16];
-      for (int64_t row = 0; row < 16; ++row) {
-        const bool is_there = value + row < value_dim;
-        __builtin_prefetch(state_VK + (value + row + 16) * key_dim + key, 0, 2);
-        tile[row] = load_up_to_16(state_VK + (is_there ? (value + row) * key_dim + std::min(key, key_dim) : 0),
-                                  is_there ? key_dim - key : 0);
+// Rows of `dim` elements as panels of 32 rows: `[rows / 32, dim, 32]`, both sizes rounded up and filled with zeros.
+// Sixteen rows are fetched from memory while those before them are transposed: `row_of` names as many behind the last.
+template <class S, class RowOf>
+inline void pack_rows(const RowOf& row_of, int64_t num_rows, int64_t dim, int64_t padded_dim, float* panels) {
+  for (int64_t first = 0; first < rounded_up(num_rows, kPanelValues); first += 16) {
+    float* panel = panels + first / kPanelValues * kPanelValues * padded_dim + first % kPanelValues;
+    for (int64_t n = 0; n < padded_dim; n += 16) {
+      Floats tile[16] = {};
+      for (int64_t row = 0; row < std::min<int64_t>(16, num_rows - first); ++row) {
+        __builtin_prefetch(row_of(first + row + 16) + n, 0, kSecondLevel);
+        if (n < dim) tile[row] = load_up_to_16<S>(row_of(first + row) + n, dim - n);
       }
       transpose(tile);
-      for (int64_t column = 0; column < 16; ++column) {
-        put_floats(tile[column], panel + (key + column) * kPanelValues);
-      }
+      for (int64_t column = 0; column < 16; ++column) put_floats(tile[column], panel + (n + column) * kPanelValues);
     }
   }
 }
 
-template <int64_t ROWS>
+// A state `[V, K]`. What is fetched at its end is the next head's.
+template <class S>
+inline void pack_state(const S* state_VK, int64_t value_dim, int64_t key_dim, int64_t padded_keys, float* panels) {
+  pack_rows<S>([=](int64_t value) { return state_VK + value * key_dim; }, value_dim, key_dim, padded_keys, panels);
+}
+
+template <int64_t ROWS, bool ADDS>
 inline void multiply_panel(const float* x_RK, const float* panel, int64_t padded_keys, float* out_RV, int64_t stride) {
   Floats sums[ROWS][2] = {};
+  if constexpr (ADDS) {
+    for (int64_t row = 0; row < ROWS; ++row) {
+      for (int part = 0; part < 2; ++part) sums[row][part] = load_floats(out_RV + row * stride + 16 * part);
+    }
+  }
   for (int64_t key = 0; key < padded_keys; ++key) {
     const Floats first = load_floats(panel + key * kPanelValues), second = load_floats(panel + key * kPanelValues + 16);
 #pragma GCC unroll 12
@@ -154,26 +162,25 @@ inline void multiply_panel(const float* x_RK, const float* panel, int64_t padded
       sums[row][1] = multiply_add(x, second, sums[row][1]);
     }
   }
-#pragma GCC unroll 12
   for (int64_t row = 0; row < ROWS; ++row) {
-    put_floats(sums[row][0], out_RV + row * stride);
-    put_floats(sums[row][1], out_RV + row * stride + 16);
+    for (int part = 0; part < 2; ++part) put_floats(sums[row][part], out_RV + row * stride + 16 * part);
   }
 }
 
-// out_RV := x_RK Sᵀ, with S in panels; the number of rows is a multiple of `kProductRows`.
-inline void multiply_state(const float* x_RK, const float* panels, int64_t num_rows, int64_t padded_keys,
-                           int64_t padded_values, float* out_RV) {
+// out_RV := x_RK Sᵀ, or that added to it, with S in panels; the number of rows is a multiple of `kProductRows`.
+template <bool ADDS = false>
+inline void multiply_panels(const float* x_RK, const float* panels, int64_t num_rows, int64_t padded_keys,
+                            int64_t padded_values, float* out_RV) {
   for (int64_t value = 0; value < padded_values; value += kPanelValues) {
     const float* panel = panels + value * padded_keys;
     int64_t row = 0;
     for (; row + 2 * kProductRows <= num_rows; row += 2 * kProductRows) {
-      multiply_panel<2 * kProductRows>(x_RK + row * padded_keys, panel, padded_keys,
-                                       out_RV + row * padded_values + value, padded_values);
+      multiply_panel<2 * kProductRows, ADDS>(x_RK + row * padded_keys, panel, padded_keys,
+                                             out_RV + row * padded_values + value, padded_values);
     }
     if (row < num_rows) {
-      multiply_panel<kProductRows>(x_RK + row * padded_keys, panel, padded_keys, out_RV + row * padded_values + value,
-                                   padded_values);
+      multiply_panel<kProductRows, ADDS>(x_RK + row * padded_keys, panel, padded_keys,
+                                         out_RV + row * padded_values + value, padded_values);
     }
   }
 }

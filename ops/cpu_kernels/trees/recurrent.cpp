@@ -1,4 +1,5 @@
-// Registers the kernels of recurrent states over draft trees. Schemas stand in tree_schemas.py.
+// Registers the kernels of recurrent states and of convolutions over draft trees. Schemas stand in tree_schemas.py.
+#include "conv_tree.h"
 #include "delta_tree.h"
 #include "folds.h"
 #include "mamba2_tree.h"
@@ -11,4 +12,6 @@ STABLE_TORCH_LIBRARY_IMPL(hybrid_runtime_cpu, CPU, library) {
   library.impl("delta_tree", TORCH_BOX(&hybrid_runtime::delta_tree));
   library.impl("delta_fold", TORCH_BOX(&hybrid_runtime::delta_fold));
   library.impl("delta_tree_states", TORCH_BOX(&hybrid_runtime::delta_tree_states));
+  library.impl("conv_tree", TORCH_BOX(&hybrid_runtime::conv_tree));
+  library.impl("conv_fold", TORCH_BOX(&hybrid_runtime::conv_fold));
 }
