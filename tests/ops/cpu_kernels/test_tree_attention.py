@@ -6,6 +6,7 @@ Shapes: as in `tests/ops/test_tree_attention.py`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,9 @@ def operands(batch: Batch, heads: tuple[int, int], dims: tuple[int, int], dtype:
     return batch.normal(*batch.kv_slots_BT.shape, num_heads, key_dim, dtype=dtype), *pools
 
 
-def attend(form, batch: Batch, parts: Operands) -> Tensor:
-    return form(*parts, *batch.arguments(), scale=SCALE, window=batch.window)
+def attend(form, batch: Batch, parts: tuple[Tensor, ...]) -> Tensor:
+    window = {} if batch.window is None else {"window": batch.window}
+    return form(*parts, *batch.arguments(), scale=SCALE, **window)
 
 
 def check(batch: Batch, parts: Operands) -> None:
@@ -79,9 +81,8 @@ def test_latent_attention(dtype: torch.dtype) -> None:
     weights = (batch.normal(num_heads, 16, 32, dtype=dtype), batch.normal(num_heads, 12, 32, dtype=dtype))
     q_BTHD = batch.normal(*batch.kv_slots_BT.shape, num_heads, 20, dtype=dtype) / 4
     parts = (*q_BTHD.split([16, 4], dim=-1), latent_pool, *weights)
-    exact = plain.tree_mla(*(part.double() for part in parts), *batch.arguments(), scale=SCALE)
-    forms = (tree_twins.tree_mla, plain.tree_mla)
-    twin, expected = (form(*parts, *batch.arguments(), scale=SCALE) for form in forms)
+    exact = attend(plain.tree_mla, batch, tuple(part.double() for part in parts))
+    twin, expected = (attend(form, batch, parts) for form in (tree_twins.tree_mla, plain.tree_mla))
     assert_within_budget(twin, expected, exact, exact.abs().max().expand_as(exact))
 
 
@@ -158,13 +159,13 @@ def test_float64_runs_the_pytorch_form() -> None:
 )
 def test_what_does_not_fit_is_refused(index: int, change, complaint: str) -> None:
     batch = make_batch(large_parents("random", 2, 9), [20, 30])
-    arguments = [*operands(batch, (4, 2), (16, 16), F32), *batch.arguments()]
+    arguments: list[Any] = [*operands(batch, (4, 2), (16, 16), F32), *batch.arguments()]
     arguments[index] = change(arguments[index])
     with pytest.raises(ValueError, match=complaint):
         tree_twins.tree_attention(*arguments, scale=SCALE)
 
 
 def test_a_window_without_a_place_is_refused() -> None:
-    batch = make_batch([[0, 0]], [3])
+    batch = make_batch([[0, 0]], [3], window=0)
     with pytest.raises(ValueError, match="window must be at least 1, not 0"):
-        tree_twins.tree_attention(*operands(batch, (1, 1), (8, 8), F32), *batch.arguments(), scale=SCALE, window=0)
+        attend(tree_twins.tree_attention, batch, operands(batch, (1, 1), (8, 8), F32))

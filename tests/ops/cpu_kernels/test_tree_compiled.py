@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_one_graph_serves_every_number_of_rows_and_writes_its_pool_in_place(case
 
 def test_the_schemas_and_shapes_are_those_of_the_kernels() -> None:
     ops = torch.ops.hybrid_runtime_cpu
-    calls = []
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
     for op in OPS:
         of_rows, shared, pool = recurrent_operands(op, 3)
         *nodes, node_states, slots_B, parents_BT, nodes_BT, num_nodes_B = of_rows
