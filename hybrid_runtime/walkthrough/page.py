@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).with_name("README.md")
+PAGES = (PAGE, *(PAGE.with_name(f"{name}.md") for name in ("speculation", "rollbacks")))
+"""In the order in which they are to be read."""
 
 _BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n.*?^```\n)?", re.DOTALL | re.MULTILINE)
 
 
-def run_page(page: str) -> str:
+def run_page(page: str, path: Path = PAGE) -> str:
     """The page with the outputs that its code gives now.
 
     All blocks share one namespace, from top to bottom. A block that prints nothing has no output. Raises whatever the
-    code raises.
+    code raises, with `path` as the file that it is in.
     """
     namespace: dict[str, Any] = {"__name__": "walkthrough"}
 
@@ -26,7 +28,7 @@ def run_page(page: str) -> str:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             # Line numbers of the page, so that a traceback leads there.
-            exec(compile("\n" * page.count("\n", 0, match.start("code")) + code, str(PAGE), "exec"), namespace)
+            exec(compile("\n" * page.count("\n", 0, match.start("code")) + code, str(path), "exec"), namespace)
         output = printed.getvalue().rstrip()
         return f"```python\n{code}```\n" + (f"\n```text\n{output}\n```\n" if output else "")
 

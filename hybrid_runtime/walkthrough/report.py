@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from hybrid_runtime import HybridRuntime
 from hybrid_runtime.cache.node import Node
+from hybrid_runtime.engine.commits import Commits
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.inspection.labels import EdgeLabels
 from hybrid_runtime.scheduling.request import Request
@@ -28,7 +29,7 @@ def report_lines(rt: HybridRuntime) -> Iterator[str]:
     yield ""
     yield "request table" if running else "request table: no request runs"
     for request in running:
-        yield from _request_lines(memory, request)
+        yield from _request_lines(memory, request, rt._engine.runner.commits)
     yield ""
     if not memory.cache.num_nodes:
         yield "tree: empty"
@@ -82,16 +83,22 @@ def _name(request: Request) -> str:
     return f"request {request.request_id}"
 
 
-def _request_lines(memory: EngineMemory, request: Request) -> Iterator[str]:
+def _request_lines(memory: EngineMemory, request: Request, commits: Commits) -> Iterator[str]:
     residence = request.resident
     row = memory.table.slots[residence.row, : residence.num_kv_slots].tolist()
-    shared, own = row[: residence.protected_length], row[residence.protected_length :]
     tracked, num_computed = request.tracked, request.num_computed_tokens
+    end = num_computed if len(row) > request.num_tokens else len(row)  # those behind are of nodes that were rejected
+    shared, own, spare = row[: residence.protected_length], row[residence.protected_length : end], row[end:]
+    num_pending = commits.num_pending(residence.row)
     yield f"  row {residence.row}: {_name(request)}, {num_computed} of {request.num_tokens} tokens computed"
-    yield f"    KV slots      {' '.join(map(str, shared))} | {' '.join(map(str, own))}"
-    yield f"    working slot  {residence.working_slot}, the state after {num_computed} tokens"
+    slots = [" ".join(map(str, part)) for part in (shared, own, spare) if part is not spare or spare]
+    yield f"    KV slots      {' | '.join(slots)}"
+    pending = f"; {num_pending} more to be replayed" if num_pending else ""
+    yield f"    working slot  {residence.working_slot}, the state after {num_computed - num_pending} tokens{pending}"
     if tracked is not None:
-        yield f"    track slot    {tracked.state_slot}, the state after {tracked.length} tokens"
+        is_due = tracked.length > num_computed - num_pending
+        pending = "; to be replayed" if is_due else ""
+        yield f"    track slot    {tracked.state_slot}, the state after {tracked.length} tokens{pending}"
 
 
 def _tree_lines(root: Node, label: EdgeLabels) -> Iterator[str]:

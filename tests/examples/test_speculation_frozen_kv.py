@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hybrid_runtime import HybridRuntime, SpeculativeConfig
 from hybrid_runtime.engine.mtp_drafter import MtpDrafter
-from hybrid_runtime.models.mtp import MtpHead
+from hybrid_runtime.models.loading import TINY_CHECKPOINT
+from hybrid_runtime.models.mtp import MTP_FILE, MtpHead, load_mtp
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.speculative.draft import Draft, DraftRow
 from tests.examples.speculation_parts import kv_content, pool_content, same_bits
@@ -131,9 +132,10 @@ def test_section_8_2_the_position_is_fixed(rt: HybridRuntime, monkeypatch: pytes
 def test_section_8_1_the_head_shares_embedding_and_output_map(rt: HybridRuntime) -> None:
     """The document: the head shares the target's embedding and lm_head.
 
-    No weight of its own has the vocabulary's size.
+    The head that comes with the bundled model has no weight with the size of the vocabulary, and runs on the target.
     """
-    head, model = drafter_of(rt)._step.head, rt._engine.runner.model
+    model = rt._engine.runner.model
+    head = load_mtp(TINY_CHECKPOINT / MTP_FILE, model)
     assert head.target is model
     assert all(model.spec.vocab_size not in tensor.shape for tensor in head.weights.named_tensors().values())
 

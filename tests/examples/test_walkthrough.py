@@ -8,16 +8,27 @@ from pathlib import Path
 import pytest
 
 from hybrid_runtime.walkthrough import __main__ as command
-from hybrid_runtime.walkthrough.page import PAGE, run_page
+from hybrid_runtime.walkthrough.page import PAGE, PAGES, run_page
 from hybrid_runtime.walkthrough.report import pool_line, slot_ranges
 
 
-def test_the_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    command.main([])
-    now = capsys.readouterr().out
-    written = PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_the_page_is_up_to_date(path: Path) -> None:
+    written = path.read_text(encoding="utf-8")
+    now = run_page(written, path)
     difference = "".join(difflib.unified_diff(written.splitlines(True), now.splitlines(True), "written", "now"))
     assert now == written, f"python -m hybrid_runtime.walkthrough --write brings it up to date:\n{difference}"
+
+
+def test_the_command_prints_all_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = tmp_path / "a.md", tmp_path / "b.md"
+    for page in pages:
+        page.write_text(f"# {page.name}\n", encoding="utf-8")
+    monkeypatch.setattr(command, "PAGES", pages)
+    command.main([])
+    assert capsys.readouterr().out == "# a.md\n# b.md\n"
 
 
 def test_outputs_are_replaced_and_all_else_stays() -> None:
@@ -42,7 +53,7 @@ def test_an_error_names_the_line_of_the_page() -> None:
 def test_the_command_updates_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(3)\n```\n", encoding="utf-8")
-    monkeypatch.setattr(command, "PAGE", page)
+    monkeypatch.setattr(command, "PAGES", (page,))
     command.main(["--write"])
     assert page.read_text(encoding="utf-8") == "```python\nprint(3)\n```\n\n```text\n3\n```\n"
 
