@@ -5,6 +5,7 @@ Shapes: B rows, L nodes of the longest path.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from hybrid_runtime.engine.batches import Indices, to_device
 from hybrid_runtime.engine.ranges import Range
 from hybrid_runtime.graphs.step_inputs import CommitInputs
 from hybrid_runtime.ops.draft_tree import AcceptedPath
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,19 @@ class Commits:
         self._device = device
         self._is_lazy = is_lazy
         self._pending: dict[int, Commit] = {}  # by rows of the request table
+        self._lost: set[int] = set()  # rows whose states may be half written: that was begun and has not ended
 
     def add(self, commits: Sequence[Commit]) -> None:
-        """Takes the batch of one verify. None of its rows is pending."""
+        """Takes the batch of one verify. None of its rows is pending.
+
+        The tokens that were accepted are right even where the states behind them cannot be written: then these rows are
+        lost.
+        """
         if not self._is_lazy:
-            self._write(commits)
+            try:
+                self._write(commits)
+            except Exception as error:  # the model's
+                _LOGGER.error("states behind accepted drafts could not be written", exc_info=error)
             return
         for commit in commits:
             if len(commit.nodes):
@@ -51,7 +62,10 @@ class Commits:
                 self._pending[commit.request_row] = commit
 
     def catch_up(self) -> None:
-        """Writes what is pending. Every step does so before it reads states, and whoever gives one away."""
+        """Writes what is pending. Every step does so before it reads states, and whoever gives one away.
+
+        What the steps raise gets out; the rows that were pending are lost then.
+        """
         if self._pending:
             pending, self._pending = list(self._pending.values()), {}
             self._write(pending)
@@ -61,14 +75,26 @@ class Commits:
         commit = self._pending.get(row)
         return 0 if commit is None else len(commit.nodes)
 
+    def is_lost(self, row: int) -> bool:
+        """Whether the states of this row are not what they should be, since writing them failed."""
+        return row in self._lost
+
     def forget(self, row: int) -> None:
         """Nobody will read the states of this row of the request table."""
         self._pending.pop(row, None)
+        self._lost.discard(row)
 
     def forget_all(self) -> None:
         self._pending = {}
+        self._lost = set()
 
     def _write(self, commits: Sequence[Commit]) -> None:
+        rows = {commit.request_row for commit in commits if len(commit.nodes)}
+        self._lost |= rows
+        self._run_all(commits)
+        self._lost -= rows
+
+    def _run_all(self, commits: Sequence[Commit]) -> None:
         with Range("commit"):
             if any(commit.track_slot for commit in commits):
                 tracked = [commit.nodes[: commit.num_tracked] for commit in commits]

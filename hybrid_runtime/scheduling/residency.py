@@ -5,6 +5,7 @@ Slots change their owner only here and in the tree; DESIGN.md has the rules.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from hybrid_runtime.scheduling.placement import CheckpointPolicy, due_in_prompt
 from hybrid_runtime.scheduling.request import Request, RequestStatus, Residence
 from hybrid_runtime.scheduling.supply import SlotSupply
 
+_LOGGER = logging.getLogger(__name__)
 NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
@@ -41,7 +43,10 @@ class LaggingStates(Protocol):
     """Working slots and periodic checkpoints whose states are yet to be written, after drafts were accepted."""
 
     def catch_up(self) -> None:
-        """Has all of them written, by the steps that follow in the stream."""
+        """Has all of them written, by the steps that follow in the stream. What fails about it gets out."""
+
+    def is_lost(self, row: int) -> bool:
+        """Whether writing those of a row of the request table has failed: nobody must read them."""
 
     def forget(self, row: int) -> None:
         """Leaves those of a row of the request table unwritten for good."""
@@ -193,17 +198,15 @@ class Residency:
         residence.protected_length = result.kv_length
 
     def donate(self, request: Request, origin: str) -> None:
-        """Moves a request out and leaves what it computed in the tree.
+        """Moves a request out and leaves what it computed in the tree; nothing, if its state is lost.
 
         Its working slot becomes a checkpoint of the given origin, its latest periodic checkpoint one, too. No step in
         flight may work on it.
         """
         residence = request.resident
-        if not self.enabled:
+        if not self.enabled or not self._catch_up(request):
             self.vacate(request)
             return
-        if self.lagging is not None:
-            self.lagging.catch_up()
         assert request.num_computed_tokens > 0, "it was admitted and has not run: its working slot holds nothing"
         assert not request.is_in_flight, "its working slot is still being written"
         checkpoints = [Checkpoint(request.num_computed_tokens, residence.working_slot, origin)]
@@ -223,6 +226,19 @@ class Residency:
             self.lagging.forget(request.resident.row)
         self.supply.release_states(request.resident.state_slots)
         self._move_out(request, first_own=request.resident.protected_length)
+
+    def has_lost_state(self, request: Request) -> bool:
+        """Whether the working slot of a request that runs is not what it should be: it has to be vacated."""
+        return self.lagging is not None and self.lagging.is_lost(request.resident.row)
+
+    def _catch_up(self, request: Request) -> bool:
+        """Brings working slots up to date; whether that of the request is."""
+        if self.lagging is not None:
+            try:
+                self.lagging.catch_up()
+            except Exception as error:  # the model's
+                _LOGGER.error("states behind accepted drafts could not be written", exc_info=error)
+        return not self.has_lost_state(request)
 
     def _lookup_key(self, request: Request) -> NDArray[np.int32]:
         return request.matchable_tokens if self.enabled else NO_TOKENS

@@ -138,6 +138,8 @@ class Scheduler:
         While some request has to run alone (a forward with it among others failed), steps hold one such request and
         nothing else, unless none of them can be admitted beside what is resident.
         """
+        for request in [request for request in self.running if self.residency.has_lost_state(request)]:
+            self._requeue(request)
         self._suspects = [r for r in self._suspects if r.runs_alone and r.status is not RequestStatus.FINISHED]
         if not self._suspects:
             self._supply_decode_slots(self.running)
@@ -221,9 +223,7 @@ class Scheduler:
             if request.status is RequestStatus.LEAVING:
                 self._move_out(request, None)
             elif request.status is RequestStatus.RUNNING:
-                self.running.remove(request)
-                self.residency.vacate(request)
-                self.add(request)
+                self._requeue(request)
 
     def start_over(self) -> None:
         """Forgets all requests; their slots are declared free elsewhere."""
@@ -342,6 +342,12 @@ class Scheduler:
             return DecodeRow(request, position, self.residency.track(request, length))
         slot = self.residency.take_checkpoint_slot(origin)
         return DecodeRow(request, position, None if slot is None else Checkpoint(length, slot, origin))
+
+    def _requeue(self, request: Request) -> None:
+        """Sends a running request back to the queue; it resumes from what the tree has had of it."""
+        self.running.remove(request)
+        self.residency.vacate(request)
+        self.add(request)
 
     def _end(self, request: Request, origin: str | None) -> None:
         """`origin`: of the state that it leaves; None: it leaves none."""
