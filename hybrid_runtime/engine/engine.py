@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from hybrid_runtime.cache.results import Checkpoint
-from hybrid_runtime.engine.commits import Commit
 from hybrid_runtime.engine.completion import Stop
 from hybrid_runtime.engine.launching import DirectLauncher, FlyingStep, StepLauncher
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.ranges import Range
 from hybrid_runtime.engine.request_group import RequestGroup
-from hybrid_runtime.engine.results import (
-    ForwardResult,
-    RankedLogprobs,
-    SampledToken,
-    ScoredToken,
-    SpeculationCounts,
-    VerifiedBatch,
-    VerifiedRow,
-)
+from hybrid_runtime.engine.results import ForwardResult, RankedLogprobs, SampledToken, ScoredToken
 from hybrid_runtime.engine.runner import ModelRunner
+from hybrid_runtime.engine.verdicts import Verdicts
 from hybrid_runtime.errors import ReentrantCallError
 from hybrid_runtime.outputs import TokenLogprobs, token_logprobs
 from hybrid_runtime.scheduling.request import Request, RequestStatus
@@ -88,7 +80,7 @@ class Engine:
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
         self.num_wasted_rows = 0  # of requests that turned out to have ended with the step before
-        self.speculation = SpeculationCounts()
+        self.verdicts = Verdicts(scheduler, runner)
         self._is_settled = True  # False: the bookkeeping is half done, now or since an exception got out of it
         self._is_busy = False
         self._put_off: list[RequestGroup] = []  # to abort when the step that runs is over
@@ -322,7 +314,9 @@ class Engine:
         for result in results:
             tokens: list[ScoredToken | SampledToken] = [*result.scored, *result.sampled]
             if result.verified is not None:
-                tokens += self._apply_verdicts(result.verified, invalid)
+                verified = self.verdicts.apply(result.verified, invalid)
+                self.num_decode_tokens += len(verified)
+                tokens += verified
             for token in tokens:
                 # A tokenizer may fail on a token: that must not take the other requests down either.
                 try:
@@ -338,37 +332,6 @@ class Engine:
         for request in step.requests:
             if request.is_prefill_only or request.status is RequestStatus.LEAVING:
                 self._apply_end(request)
-
-    def _apply_verdicts(self, batch: VerifiedBatch, invalid: Container[Request]) -> list[SampledToken]:
-        """Keeps what a verify accepted, in KV and states; returns the tokens that it brought.
-
-        These are the requests' before any of them is delivered: where one ends a request, what was accepted behind it
-        is computed all the same, and goes to the tree.
-        """
-        valid = [row for row in batch.rows if row.request not in invalid]
-        self.runner.commit(batch, [self._verdict(row, is_valid=row in valid) for row in batch.rows])
-        for row in valid:
-            for token in row.sampled:
-                row.request.tokens.append(token.token_id)
-        return [token for row in valid for token in row.sampled]
-
-    def _verdict(self, row: VerifiedRow, *, is_valid: bool) -> Commit:
-        request, residency = row.request, self.scheduler.residency
-        request.is_verifying = False
-        residence, position = request.resident, request.num_computed_tokens
-        if not is_valid:
-            return Commit(residence.row, residence.working_slot, row.nodes[:0])
-        residency.order_kv(request, row.nodes, 1 + row.num_drafted)
-        stop = position + len(row.nodes)
-        request.num_computed_tokens = request.num_landed_tokens = stop
-        self.num_decode_tokens += len(row.nodes)
-        self.speculation.add(row.num_drafted, len(row.nodes) - 1)
-        if self.scheduler.drafting is not None:
-            self.scheduler.drafting.note(request, row.num_drafted, len(row.nodes) - 1)
-        tracked = residency.track_within(request, position, stop)
-        if tracked is None:
-            return Commit(residence.row, residence.working_slot, row.nodes)
-        return Commit(residence.row, residence.working_slot, row.nodes, tracked.state_slot, tracked.length - position)
 
     def _apply_end(self, request: Request) -> None:
         """Ends a warm-up whose prompt is computed, and moves out whoever was leaving."""

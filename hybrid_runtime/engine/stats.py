@@ -54,7 +54,7 @@ def collect_stats(engine: Engine) -> RuntimeStats:
 
 
 def _speculation_stats(engine: Engine, drafting: Drafting) -> SpeculationStats:
-    counts = engine.speculation
+    counts = engine.verdicts.counts
     return SpeculationStats(
         num_verified_rows=counts.num_rows,
         num_drafted_tokens=counts.num_drafted_tokens,

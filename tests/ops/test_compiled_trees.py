@@ -1,4 +1,4 @@
-"""Verify, accept and commit compile to one graph for every number of rows, and then give what they give eagerly."""
+"""Verify and commit compile to one graph for every number of rows, and then give what they give eagerly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybrid_runtime.ops import kda_tree
-from hybrid_runtime.ops.accept import accept_path
 from hybrid_runtime.ops.conv_tree import conv_fold, conv_tree
 from hybrid_runtime.ops.draft_tree import AcceptedPath, DraftTree, draft_tree
 from hybrid_runtime.ops.tree_attention import tree_attention, tree_mla
@@ -38,24 +37,32 @@ class Round(NamedTuple):
     """The last row is padding; that before it has fewer nodes than the others; destinations are slots or none."""
 
     parents_BT: Tensor
-    token_ids_BT: Tensor
-    chosen_BT: Tensor
-    num_nodes_B: Tensor
+    path: AcceptedPath
     slots_B: Tensor
     destinations_B: Tensor
 
     def accept(self) -> tuple[DraftTree, AcceptedPath]:
-        tree = draft_tree(self.parents_BT)
-        most_B = torch.full_like(self.num_nodes_B, NUM_NODES)
-        return tree, accept_path(self.token_ids_BT, self.num_nodes_B, self.chosen_BT, tree, most_B)
+        return draft_tree(self.parents_BT), self.path
 
 
 def make_round(num_rows: int) -> Round:
-    token_ids_BT, chosen_BT = torch.randint(0, 2, (2, num_rows, NUM_NODES)).unbind(0)
-    num_nodes_B = torch.tensor([*[NUM_NODES] * (num_rows - 2), 2, 0])
+    last_B = torch.randint(0, NUM_NODES, (num_rows,))
     slots_B = torch.tensor([*range(1, num_rows), 0])
     parents_BT = torch.tensor(large_parents("random", num_rows, NUM_NODES))
-    return Round(parents_BT, token_ids_BT, chosen_BT, num_nodes_B, slots_B, slots_B - slots_B % 2)
+    path = path_to(parents_BT, torch.cat([last_B[:-2], torch.tensor([1, -1])]))
+    return Round(parents_BT, path, slots_B, slots_B - slots_B % 2)
+
+
+def path_to(parents_BT: Tensor, last_B: Tensor) -> AcceptedPath:
+    """From the root to a node of each tree; -1: nothing is accepted."""
+    nodes_BT, num_nodes_B = torch.zeros_like(parents_BT), torch.zeros_like(last_B)
+    for row, node in enumerate(last_B.tolist()):
+        nodes = [node] if node >= 0 else []
+        while nodes and nodes[0] > 0:
+            nodes.insert(0, int(parents_BT[row, nodes[0]]))
+        nodes_BT[row, : len(nodes)] = torch.tensor(nodes, dtype=torch.int64)
+        num_nodes_B[row] = len(nodes)
+    return AcceptedPath(nodes_BT, num_nodes_B)
 
 
 def recurrent_round(op: Mamba2 | DeltaRule, now: Round, of_rows: Nodes, others: Nodes) -> tuple[Tensor | None, ...]:
