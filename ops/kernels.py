@@ -194,6 +194,8 @@ def compiled_kernels(device: torch.device) -> Kernels:
             kda_tree=tree_twins.kda_tree,
             kda_fold=tree_twins.kda_fold,
             kda_tree_states=tree_twins.kda_tree_states,
+            tree_attention=tree_twins.tree_attention,
+            tree_mla=tree_twins.tree_mla,
         )
     from hybrid_runtime.ops import triton_kernels
 
