@@ -9,7 +9,7 @@ from hybrid_runtime.errors import PoolExhausted
 from hybrid_runtime.scheduling.request import Request
 from hybrid_runtime.scheduling.residency import Residency
 from hybrid_runtime.speculative.adaptive import DraftBudget
-from hybrid_runtime.speculative.draft import Draft, Drafter, DraftRow, check_drafts
+from hybrid_runtime.speculative.draft import Draft, Drafter, DraftRow, Int32Array, check_drafts
 
 _LOGGER = logging.getLogger(__name__)
 _NO_DRAFT = Draft.chain(())
@@ -38,7 +38,7 @@ class Drafting:
 
         A drafter that raises, or whose drafts are none, costs the step its drafts and no request anything.
         """
-        rows = [DraftRow(r.resident.row, r.tokens[:], self._max_nodes(r)) for r in requests]
+        rows = [DraftRow(r.resident.row, _read_only(r.tokens[:]), self._max_nodes(r)) for r in requests]
         try:
             drafts = self.drafter.draft(rows)
             check_drafts(drafts, rows, vocab_size=self.vocab_size, drafter=type(self.drafter).__name__)
@@ -80,3 +80,9 @@ class Drafting:
         if num_nodes == len(draft):
             return draft
         return Draft(draft.token_ids[:num_nodes], draft.parents[:num_nodes])
+
+
+def _read_only(tokens: Int32Array) -> Int32Array:
+    """A drafter that writes to the tokens fails, and the text stays what it is."""
+    tokens.flags.writeable = False
+    return tokens

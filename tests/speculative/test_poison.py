@@ -1,0 +1,104 @@
+"""A rejected token leaves no trace: what only it wrote may be NaN, and so may what nobody owns or nothing may read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_runtime import HybridRuntime
+from hybrid_runtime.engine.commits import Commit
+from hybrid_runtime.models.hybrid_model import HybridModel
+from tests.engine.cache_content import assert_content
+from tests.engine.helpers import assert_idle, poison_free_slots
+from tests.parity.zoo import CASES
+from tests.speculative.scripted_drafter import PARTLY, RIGHT, TWINS, WRONG
+from tests.speculative.speculative_runs import (
+    MIXED,
+    MIXED_LENGTHS,
+    ROLLBACKS,
+    TIGHT,
+    num_accepted,
+    outcomes,
+    plain,
+    random_prompts,
+    scripted,
+    speculating,
+)
+
+PROMPTS = random_prompts(41, MIXED_LENGTHS)
+
+
+def poison_rejected(rt: HybridRuntime, batch: Any, commits: Sequence[Commit]) -> int:
+    """NaN to the KV of nodes that were rejected, and to the records of all rows, as far as no commit will read them.
+
+    Returns how many rejected nodes there were.
+    """
+    memory, rejected = rt._engine.memory, []
+    for row, commit in zip(batch.rows, commits, strict=True):
+        request = row.request
+        table = memory.table.slots[commit.request_row]
+        rejected += table[request.num_computed_tokens : request.resident.num_kv_slots].tolist()
+    memory.kv_pool.fill(torch.tensor(rejected, dtype=torch.int64), torch.nan)
+    for layer in memory.step_memory.record_layers:
+        for name, record in layer.items():
+            kept = record.clone()
+            record.fill_(torch.nan)
+            record[0] = kept[0]  # padding rows read it
+            if rt._engine.runner.commits._is_lazy and name != "node_states":
+                for commit in commits:
+                    nodes = torch.from_numpy(commit.nodes)
+                    record[commit.request_row, nodes] = kept[commit.request_row, nodes]
+    return len(rejected)
+
+
+@pytest.mark.parametrize("rollback", ROLLBACKS)
+@pytest.mark.parametrize("name", [case.name for case in CASES[::2]])
+def test_nan_in_all_that_was_rejected_changes_no_text(name: str, rollback: str) -> None:
+    with plain(name) as rt:
+        expected = rt.generate(PROMPTS, list(MIXED))
+    drafter = scripted(expected, seed=6, kinds=(RIGHT, WRONG, PARTLY, TWINS))
+    num_rejected = 0
+    with speculating(name, drafter, rollback, **TIGHT) as rt:
+        runner, commit = rt._engine.runner, rt._engine.runner.commit
+
+        def commit_and_poison(batch: Any, commits: Sequence[Commit]) -> None:
+            nonlocal num_rejected
+            commit(batch, commits)
+            num_rejected += poison_rejected(rt, batch, commits)
+
+        runner.commit = commit_and_poison  # type: ignore[method-assign]
+        ids = [rt.add_request(prompt, params) for prompt, params in zip(PROMPTS, MIXED, strict=True)]
+        found = {}
+        while rt.has_unfinished:
+            poison_free_slots(rt)
+            found |= {output.request_id: output for output in rt.step()}
+        assert outcomes([found[request_id] for request_id in ids]) == outcomes(expected)
+        assert num_accepted(rt) > 10
+        assert num_rejected > 10
+        assert_content(rt)
+        assert_idle(rt)
+
+
+@pytest.mark.parametrize("rollback", ROLLBACKS)
+@pytest.mark.parametrize("name", ["kimi", "granite-moe-rope", "qwen-sparse-steps"])
+def test_nan_logits_of_a_rejected_node_end_nothing(name: str, rollback: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch that overflows is no fault of the text that goes on without it."""
+    with plain(name) as rt:
+        expected = rt.generate(PROMPTS, list(MIXED))
+    real = HybridModel.verify_stream
+
+    def spoilt(self: Any, inputs: Any, *args: Any) -> torch.Tensor:
+        x_ND = real(self, inputs, *args)
+        last = torch.arange(inputs.num_nodes - 1, len(x_ND), inputs.num_nodes)
+        x_ND[last] = torch.nan
+        return x_ND
+
+    drafter = scripted(expected, seed=6, kinds=(WRONG,))  # the last node is never accepted
+    with speculating(name, drafter, rollback) as rt:
+        monkeypatch.setattr(HybridModel, "verify_stream", spoilt)
+        found = rt.generate(PROMPTS[:1], list(MIXED[:1]))
+        assert outcomes(found) == outcomes(expected[:1])
+        assert_idle(rt)
