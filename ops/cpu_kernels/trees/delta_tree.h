@@ -54,15 +54,12 @@ struct DeltaTreeScratch {
 
 // Reads k, q and the decays of a head, and decays k and q from the state on.
 inline void read_delta_head(const DeltaTree& p, int64_t row, int64_t head, DeltaTreeScratch& s) {
-  const int64_t group = head * p.k_BTGK.sizes[2] / p.pool.sizes[1], num_decays = p.log_a_BTHK.sizes[3];
+  const int64_t group = head * p.k_BTGK.sizes[2] / p.pool.sizes[1];
   for (int64_t node = 0; node < s.num_nodes; ++node) {
     float *k_K = s.k_TK + node * s.keys, *q_K = s.q_TK + node * s.keys, *a_K = s.a_TK + node * s.keys;
     read_node(p.k_BTGK, row, node, group, k_K);
     read_node(p.q_BTGK, row, node, group, q_K);
-    read_node(p.log_a_BTHK, row, node, head, a_K);
-#pragma omp simd
-    for (int64_t n = 0; n < num_decays; ++n) a_K[n] = decay_of(a_K[n]);
-    if (num_decays == 1) std::fill_n(a_K, s.keys, a_K[0]);
+    read_decays(p.log_a_BTHK, row, node, head, s.keys, a_K);
     float* reach_K = s.reach_TK + node * s.keys;
     const float* above_K = node == 0 ? nullptr : s.reach_TK + p.ways.parent(row, node) * s.keys;
     float *k_in_K = s.kq_in_RK + node * s.keys, *q_in_K = k_in_K + s.num_nodes * s.keys;

@@ -136,10 +136,7 @@ inline void delta_fold(Tensor state_pool, const Tensor& slots, const Tensor& des
       float* k_K = terms.k_JK + place * terms.keys;
       read_node(k_BTGK, row, path[place], head * num_groups / num_heads, k_K);
       read_node(u_BTHV, row, path[place], head, terms.u_JV + place * terms.values);
-      read_node(log_a_BTHK, row, path[place], head, terms.a_K);
-#pragma omp simd
-      for (int64_t n = 0; n < num_decays; ++n) terms.a_K[n] = decay_of(terms.a_K[n]);
-      if (num_decays == 1) std::fill_n(terms.a_K, key_dim, terms.a_K[0]);
+      read_decays(log_a_BTHK, row, path[place], head, key_dim, terms.a_K);
 #pragma omp simd
       for (int64_t n = 0; n < key_dim; ++n) {
         k_K[n] *= terms.kept_K[n];

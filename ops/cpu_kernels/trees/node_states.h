@@ -209,18 +209,14 @@ inline Tensor delta_tree_states(const Tensor& q, const Tensor& k, const Tensor& 
                                 const Tensor& parents, Tensor node_states) {
   DeltaTree p = delta_tree_operands(q, k, v, log_a, beta, state_pool, slots, parents);
   const auto& shape = p.v_BTHV.sizes;
-  const int64_t key_dim = p.pool.sizes[3], num_groups = p.k_BTGK.sizes[2], num_decays = p.log_a_BTHK.sizes[3];
+  const int64_t key_dim = p.pool.sizes[3], num_groups = p.k_BTGK.sizes[2];
   const NodeStates states = node_states_of(node_states, p.pool, shape[0], shape[1]);
   Tensor y = torch::stable::new_empty(v, {shape[0], shape[1], shape[2], shape[3]});
   p.y_BTHV = view_of(y, "y_BTHV", {shape[0], shape[1], shape[2], shape[3]});
   walk_heads(p.pool, p.slot_B, p.ways, states, true, p.y_BTHV, [&](int64_t row, int64_t head, StepTerms& terms) {
     const int64_t group = head * num_groups / shape[2];
     for (int64_t node = 0; node < terms.num_nodes; ++node) {
-      float* a_K = terms.a_TK + node * terms.keys;
-      read_node(p.log_a_BTHK, row, node, head, a_K);
-#pragma omp simd
-      for (int64_t n = 0; n < num_decays; ++n) a_K[n] = decay_of(a_K[n]);
-      if (num_decays == 1) std::fill_n(a_K, key_dim, a_K[0]);
+      read_decays(p.log_a_BTHK, row, node, head, key_dim, terms.a_TK + node * terms.keys);
       read_node(p.k_BTGK, row, node, group, terms.k_TK + node * terms.keys);
       read_node(p.q_BTGK, row, node, group, terms.aq_TK + node * terms.keys);
       read_node(p.v_BTHV, row, node, head, terms.v_TV + node * terms.values);

@@ -79,6 +79,35 @@ inline void write_zeros(const View& view, int64_t row, int64_t head) {
 
 // e^x of an exponent of a decay, which is not above 0; NaN if it is not finite.
 inline float decay_of(float x) { return exp_nonpositive(x) + (x - x); }
+inline Floats decay_of(Floats x) {
+#ifdef __AVX512F__
+  // As exp_nonpositive, which the compiler would make three times as many instructions of.
+  const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-104.0f), (__m512)x);
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+  const __m512 high = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), clamped);
+  const Floats r = (Floats)_mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), high);
+  Floats p = broadcast(1.0f / 5040.0f);
+  for (const float term : {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f}) {
+    p = multiply_add(p, r, broadcast(term));
+  }
+  return (Floats)_mm512_scalef_ps((__m512)p, n) + (x - x);
+#else
+  Floats decays;
+  for (int lane = 0; lane < 16; ++lane) decays[lane] = decay_of(x[lane]);
+  return decays;
+#endif
+}
+
+// The decays of a node and head, from their logarithms; a scalar one fills all channels. There is room for a multiple
+// of 16.
+inline void read_decays(const View& log_a_BTHK, int64_t row, int64_t node, int64_t head, int64_t num_channels,
+                        float* a_K) {
+  read_node(log_a_BTHK, row, node, head, a_K);
+  const int64_t num_decays = log_a_BTHK.sizes[3];
+  for (int64_t n = 0; n < num_decays; n += 16) put_floats(decay_of(load_floats(a_K + n)), a_K + n);
+  std::fill(a_K + num_decays, a_K + rounded_up(num_decays, 16), 0.0f);
+  if (num_decays == 1) std::fill_n(a_K, num_channels, a_K[0]);
+}
 
 template <class S>
 inline Floats load_up_to_16(const S* from, int64_t count) {
@@ -145,10 +174,12 @@ inline void pack_state(const S* state_VK, int64_t value_dim, int64_t key_dim, in
   pack_rows<S>([=](int64_t value) { return state_VK + value * key_dim; }, value_dim, key_dim, padded_keys, panels);
 }
 
+// Every loop over rows has to be unrolled, or the sums are no registers.
 template <int64_t ROWS, bool ADDS>
 inline void multiply_panel(const float* x_RK, const float* panel, int64_t padded_keys, float* out_RV, int64_t stride) {
   Floats sums[ROWS][2] = {};
   if constexpr (ADDS) {
+#pragma GCC unroll 12
     for (int64_t row = 0; row < ROWS; ++row) {
       for (int part = 0; part < 2; ++part) sums[row][part] = load_floats(out_RV + row * stride + 16 * part);
     }
@@ -162,6 +193,7 @@ inline void multiply_panel(const float* x_RK, const float* panel, int64_t padded
       sums[row][1] = multiply_add(x, second, sums[row][1]);
     }
   }
+#pragma GCC unroll 12
   for (int64_t row = 0; row < ROWS; ++row) {
     for (int part = 0; part < 2; ++part) put_floats(sums[row][part], out_RV + row * stride + 16 * part);
   }
