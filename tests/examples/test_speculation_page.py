@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybrid_runtime.walkthrough import show, show_step
-from hybrid_runtime.walkthrough.rollback_timings import print_timings
+from hybrid_runtime.walkthrough.rollback_measured import MEMORY, TIMINGS, print_memory, print_timings
 from tests.examples.speculation_parts import (
     PARENTS,
     RIGHT_PATH,
@@ -70,22 +71,41 @@ def test_a_state_that_lags_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"track slot    {slots[1]}, the state after 11 tokens\n" in shown
 
 
+def write_record(path: Path, **figures: Any) -> None:
+    record = {"machine": "a machine", "commit": "abc", "command": "python bench", "figures": figures}
+    path.write_text(json.dumps(record), encoding="utf-8")
+
+
 def test_timings_are_read_from_the_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "bench_speculative_ops.json"
-    print_timings(path)
+    print_timings(tmp_path)
     assert capsys.readouterr().out == "bench_speculative_ops.json is not there: nothing was measured.\n"
     case = {"op": "kda", "tree": "chain of 3", "rows": 8, "accepted": 3}
     rows = [
         {**case, "rollback": "fold", "verify_us": 300.0, "commit_us": 100.0},
         {**case, "rollback": "replay", "verify_us": 1000.0, "commit_us": 1000.0},
     ]
-    record = {"machine": "a machine", "commit": "abc", "command": "python bench", "figures": {"rows": rows}}
-    path.write_text(json.dumps(record), encoding="utf-8")
-    print_timings(path)
+    write_record(tmp_path / TIMINGS, rows=rows)
+    print_timings(tmp_path)
     assert capsys.readouterr().out.splitlines() == [
         "layer   tree          rows accepted  rollback    verify    commit  share",
         "kda     chain of 3       8        3  fold        300 us    100 us    25%",
         "                                     replay    1,000 us  1,000 us    50%",
+        "",
+        "a machine, commit abc",
+        "python bench",
+    ]
+
+
+def test_memory_is_read_from_the_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_memory(tmp_path)
+    assert capsys.readouterr().out == "bench_speculative_memory.json is not there: nothing was measured.\n"
+    sizes = {"resident_planned": 8.99e9, "resident_extrapolated": 9.001e9, "peak_extrapolated": 12.3e9}
+    row = {"layer": "KDA, Kimi-Linear", "rollback": "replay", **sizes}
+    write_record(tmp_path / MEMORY, rows=[row], num_nodes=63, num_rows=8)
+    print_memory(tmp_path)
+    assert capsys.readouterr().out.splitlines() == [
+        "                     63 nodes   planned  resident      peak",
+        "KDA, Kimi-Linear     replay     8.99 GB   9.00 GB  12.30 GB",
         "",
         "a machine, commit abc",
         "python bench",
