@@ -99,6 +99,7 @@ class EagerSteps:
         self.memory = memory
         self.last_token_R = last_token_R
         self.speculative = speculative
+        self._hidden_RD = None if speculative is None else speculative.hidden_RD
         self.max_context_len = memory.req_to_token.shape[1]
 
     def tree_size(self, num_nodes: int) -> int:
@@ -106,7 +107,10 @@ class EagerSteps:
 
     @torch.no_grad()
     def prefill(self, inputs: PrefillInputs, draw: DrawInputs) -> StepOutputs:
-        return self._choose(self.model.prefill_stream(inputs, self.memory), draw, inputs.logits_rows_M)
+        rows_M = inputs.logits_rows_M
+        if self._hidden_RD is None:
+            return self._choose(self.model.prefill(inputs, self.memory), draw, rows_M)
+        return self._choose(self._noted(self.model.prefill_stream(inputs, self.memory), rows_M), draw, rows_M)
 
     @torch.no_grad()
     def decode(self, inputs: DecodeInputs, draw: DrawInputs) -> StepOutputs:
@@ -115,7 +119,10 @@ class EagerSteps:
             token_ids_B=known_tokens(inputs.token_ids_B, inputs.request_rows_B, self.last_token_R),
             max_context_len=int(inputs.context_lens_B.max()),  # the plain forms read that much of every row
         )
-        return self._choose(self.model.decode_stream(known, self.memory), draw, inputs.request_rows_B)
+        rows_B = inputs.request_rows_B
+        if self._hidden_RD is None:
+            return self._choose(self.model.decode(known, self.memory), draw, rows_B)
+        return self._choose(self._noted(self.model.decode_stream(known, self.memory), rows_B), draw, rows_B)
 
     @torch.no_grad()
     def verify(self, inputs: VerifyInputs, draw: DrawInputs) -> VerifyOutputs:
@@ -130,10 +137,13 @@ class EagerSteps:
         assert self.speculative is not None
         self.model.commit(inputs, self.memory, self.speculative.rollback)
 
-    def _choose(self, x_BD: Tensor, draw: DrawInputs, request_rows_B: Tensor) -> StepOutputs:
-        logits_BV = self.model.logits(x_BD)
-        if self.speculative is not None and self.speculative.hidden_RD is not None:
-            self.speculative.hidden_RD.index_put_((request_rows_B,), x_BD)
+    def _noted(self, x_BD: Tensor, request_rows_B: Tensor) -> Tensor:
+        """The logits `[B, V]` of the stream behind the last block, which is left for the drafter."""
+        assert self._hidden_RD is not None
+        self._hidden_RD.index_put_((request_rows_B,), x_BD)
+        return self.model.logits(x_BD)
+
+    def _choose(self, logits_BV: Tensor, draw: DrawInputs, request_rows_B: Tensor) -> StepOutputs:
         return outputs_of(logits_BV, self._draw(logits_BV, draw), request_rows_B, self.last_token_R)
 
     def _draw(self, logits_BV: Tensor, draw: DrawInputs) -> Tensor:
