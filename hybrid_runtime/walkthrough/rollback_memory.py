@@ -99,5 +99,10 @@ def states_moved(rollback: str, num_nodes: int) -> int:
 
 @cache
 def _model(layer: str) -> HybridModel:
-    with torch.device("meta"):
+    return layer_model(layer, torch.device("meta"))
+
+
+def layer_model(layer: str, device: torch.device) -> HybridModel:
+    """A model of one recurrent layer with random weights in bfloat16, and next to no hidden size."""
+    with device:
         return adapt(AutoModelForCausalLM.from_config(_CONFIGS[layer], dtype=torch.bfloat16))
