@@ -41,7 +41,7 @@ def expected(name: str, prompt: tuple[int, ...], params: SamplingParams) -> Requ
     return _plain_runtime(name, max_model_len=40).generate(list(prompt), params)[0]
 
 
-@settings(max_examples=LONG_RUN if IS_LONG else 14)
+@settings(max_examples=LONG_RUN if IS_LONG else 10)
 @given(
     name=st.sampled_from([case.name for case in CASES]),
     rollback=st.sampled_from(ROLLBACKS),
@@ -140,4 +140,4 @@ class SpeculativeMachine(ModelMachine):
 
 
 TestSpeculativeMachine = SpeculativeMachine.TestCase
-TestSpeculativeMachine.settings = settings(max_examples=LONG_RUN if IS_LONG else 16, stateful_step_count=20)
+TestSpeculativeMachine.settings = settings(max_examples=LONG_RUN if IS_LONG else 12, stateful_step_count=20)

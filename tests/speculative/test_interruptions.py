@@ -189,7 +189,8 @@ def test_interrupts_at_lines_of_the_bookkeeping(name: str, rollback: str, first:
     with speculating(name, scripted(truth(name), seed=4), rollback, **TIGHT) as rt:
         while reached:
             rt.reset_prefix_cache()
-            ids, found, reached = start(rt), {}, False
+            ids, reached = start(rt), False
+            found: dict[str, RequestOutput] = {}
             with interrupt_at_lines([count, count + 61]) as arm_again:
                 while rt.has_unfinished:
                     try:

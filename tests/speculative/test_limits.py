@@ -116,6 +116,7 @@ def _int32(*values: int) -> Any:
     return np.array(values, dtype=np.int32)
 
 
+_floats: Any = np.ones(1)
 NONSENSE: dict[str, Callable[[Sequence[DraftRow]], Any]] = {
     "raises": _fail,
     "returns None": lambda rows: None,
@@ -125,7 +126,7 @@ NONSENSE: dict[str, Callable[[Sequence[DraftRow]], Any]] = {
     "unknown tokens": lambda rows: [Draft.chain([10**6])] * len(rows),
     "negative tokens": lambda rows: [Draft.chain([-1])] * len(rows),
     "a parent behind its child": lambda rows: [Draft(_int32(5, 6), _int32(0, 2))] * len(rows),
-    "floats": lambda rows: [Draft(np.ones(1), _int32(0))] * len(rows),
+    "floats": lambda rows: [Draft(_floats, _int32(0))] * len(rows),
     "overwrites the tokens": _overwrite,
 }
 

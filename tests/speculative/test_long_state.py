@@ -7,7 +7,6 @@ Shapes: B rows, T nodes of a draft tree, W conv width, D channels.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterator
 from functools import cache
@@ -41,7 +40,8 @@ Nodes = NDArray[np.int64]
 def model_of(name: str, dtype: torch.dtype) -> HybridModel:
     case = next(case for case in CASES if case.name == name)
     options = {**case.options, "num_hidden_layers": 1, "layer_types": [LINEAR], **ONE_LAYER[name]}
-    return adapt(copy.deepcopy(dataclasses.replace(case, options=options).build()).to(dtype))
+    model = dataclasses.replace(case, options=options).build()
+    return adapt(model.double() if dtype == torch.float64 else model)
 
 
 class Rounds:
@@ -73,8 +73,8 @@ class Rounds:
         for row, path in enumerate(paths):
             nodes_BL[row, : len(path)] = torch.tensor(path, dtype=torch.int64)
         before_BWD = self.window.clone()
-        path = AcceptedPath(nodes_BL, torch.tensor([len(path) for path in paths]))
-        self.model.commit(CommitInputs(self.rows_B, self.rows_B, self.rows_B, path), self.memory, self.rollback)
+        accepted = AcceptedPath(nodes_BL, torch.tensor([len(path) for path in paths]))
+        self.model.commit(CommitInputs(self.rows_B, self.rows_B, self.rows_B, accepted), self.memory, self.rollback)
         self._check_windows(before_BWD, paths)
 
     def decode(self, token: int) -> None:

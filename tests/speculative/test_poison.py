@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_runtime import HybridRuntime
+from hybrid_runtime import HybridRuntime, RequestOutput
 from hybrid_runtime.engine.commits import Commit
 from hybrid_runtime.models.hybrid_model import HybridModel
 from tests.engine.cache_content import assert_content
 from tests.engine.helpers import assert_idle, poison_free_slots
-from tests.parity.zoo import CASES
 from tests.speculative.scripted_drafter import PARTLY, RIGHT, TWINS, WRONG
 from tests.speculative.speculative_runs import (
+    KINDS,
     MIXED,
     MIXED_LENGTHS,
     ROLLBACKS,
@@ -55,7 +55,7 @@ def poison_rejected(rt: HybridRuntime, batch: Any, commits: Sequence[Commit]) ->
 
 
 @pytest.mark.parametrize("rollback", ROLLBACKS)
-@pytest.mark.parametrize("name", [case.name for case in CASES[::2]])
+@pytest.mark.parametrize("name", KINDS)
 def test_nan_in_all_that_was_rejected_changes_no_text(name: str, rollback: str) -> None:
     with plain(name) as rt:
         expected = rt.generate(PROMPTS, list(MIXED))
@@ -71,7 +71,7 @@ def test_nan_in_all_that_was_rejected_changes_no_text(name: str, rollback: str) 
 
         runner.commit = commit_and_poison  # type: ignore[method-assign]
         ids = [rt.add_request(prompt, params) for prompt, params in zip(PROMPTS, MIXED, strict=True)]
-        found = {}
+        found: dict[str, RequestOutput] = {}
         while rt.has_unfinished:
             poison_free_slots(rt)
             found |= {output.request_id: output for output in rt.step()}
@@ -82,8 +82,7 @@ def test_nan_in_all_that_was_rejected_changes_no_text(name: str, rollback: str) 
         assert_idle(rt)
 
 
-@pytest.mark.parametrize("rollback", ROLLBACKS)
-@pytest.mark.parametrize("name", ["kimi", "granite-moe-rope", "qwen-sparse-steps"])
+@pytest.mark.parametrize(("name", "rollback"), list(zip(KINDS, ROLLBACKS, strict=True)))
 def test_nan_logits_of_a_rejected_node_end_nothing(name: str, rollback: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A branch that overflows is no fault of the text that goes on without it."""
     with plain(name) as rt:

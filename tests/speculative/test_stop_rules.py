@@ -62,7 +62,7 @@ def test_max_tokens_of_every_remainder(name: str, rollback: str, max_tokens: int
 
 
 @models
-@pytest.mark.parametrize("max_model_len", [12, 13, 15, 18, 20, 25])
+@pytest.mark.parametrize("max_model_len", [12, 15, 20])
 def test_the_end_of_the_context(name: str, rollback: str, max_model_len: int) -> None:
     params = [SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)] * 3
     for sample in assert_ends_alike(name, rollback, params, max_model_len=max_model_len):
@@ -70,7 +70,7 @@ def test_the_end_of_the_context(name: str, rollback: str, max_model_len: int) ->
 
 
 @models
-@pytest.mark.parametrize("place", [1, 2, 3, 4, 6, 9, 12])
+@pytest.mark.parametrize("place", [1, 3, 6, 11])
 def test_stop_tokens_and_stop_strings(name: str, rollback: str, place: int) -> None:
     """One row ends with a token, one with a string of two tokens, one with a token that stays in the output."""
     [first, second, third] = [text[len(prompt) :] for text, prompt in zip(text_of(name), PROMPTS, strict=True)]
@@ -84,7 +84,7 @@ def test_stop_tokens_and_stop_strings(name: str, rollback: str, place: int) -> N
 
 
 @models
-@pytest.mark.parametrize("min_tokens", [0, 2, 5, 11])
+@pytest.mark.parametrize("min_tokens", [0, 4, 11])
 def test_min_tokens_forbid_what_would_end_it(name: str, rollback: str, min_tokens: int) -> None:
     """Every third token would; sampled, so that they come up soon. Drafts name forbidden tokens all the time."""
     stops = list(range(0, 150, 3))
