@@ -79,7 +79,8 @@ def gdn_tree_states(
     tree: DraftTree,
     node_states: Tensor,
 ) -> Tensor:
-    """The outputs of `gdn_tree`, node by node; writes the state behind every node to `node_states` `[B, T, H, V, K]`.
+    """The outputs of `gdn_tree`, node by node; writes the state behind every node to `node_states`,
+    `[B, T, H, V, K]` or more rows or nodes.
 
     A node steps from its parent's state, the root from `state_pool[slots_B]`, which is not written. T dependent steps.
     """

@@ -93,7 +93,8 @@ def mamba2_tree_states(
     tree: DraftTree,
     node_states: Tensor,
 ) -> Tensor:
-    """`mamba2_tree` node by node: also writes the state behind every node to `node_states` `[B, T, H, P, N]`.
+    """`mamba2_tree` node by node: also writes the state behind every node to `node_states`,
+    `[B, T, H, P, N]` or more rows or nodes.
 
     A node steps from its parent's state, the root from `state_pool[slots_B]`, which is not written. T dependent steps.
     """

@@ -176,6 +176,7 @@ def _tokens_per_second(
     rounds = [prompts[first : first + batch] for first in range(0, NUM_PROMPTS if batch > 1 else 4, batch)]
     for part in rounds:
         outputs = runtime.generate(part, params)
+        assert all(output.outputs[0].finish_reason == "length" for output in outputs)
         first = max(output.metrics.first_token_time or 0.0 for output in outputs)
         last = max(output.metrics.finished_time or 0.0 for output in outputs)
         seconds += last - first

@@ -49,7 +49,7 @@ class TreeForms(ABC):
 
     @abstractmethod
     def tree_states(self, operands: Any, pool: Tensor, slots_B: Tensor, tree: DraftTree, node_states: Tensor) -> Tensor:
-        """Outputs of all nodes; writes the state behind each to `node_states` `[B, T, ...]`."""
+        """Outputs of all nodes; writes the state behind each to `node_states` `[B or more, T or more, ...]`."""
 
     @abstractmethod
     def replayable(self, operands: Any) -> Values:
@@ -98,9 +98,9 @@ class Snapshot(Rollback):
         return {NODE_STATES: state}
 
     def verify(self, forms: TreeForms, operands: Any, pool: Tensor, inputs: VerifyInputs, records: Values) -> Tensor:
-        # By the place in the batch, which is the commit's, too: states are written where they stay.
-        node_states = records[NODE_STATES][: inputs.request_rows_B.shape[0], : inputs.num_nodes]
-        return forms.tree_states(operands, pool, inputs.working_slots_B, inputs.tree, node_states)
+        # By the place in the batch, which is the commit's, too: states are written where they stay. Not as a slice:
+        # code that is compiled for an example that fills the records would take all trees for as large.
+        return forms.tree_states(operands, pool, inputs.working_slots_B, inputs.tree, records[NODE_STATES])
 
     def commit(self, forms: TreeForms, pool: Tensor, inputs: CommitInputs, records: Values) -> None:
         last_B1 = (inputs.path.num_nodes_B - 1).clamp(min=0)[:, None]
@@ -118,8 +118,7 @@ class Replay(Rollback):
 
     def verify(self, forms: TreeForms, operands: Any, pool: Tensor, inputs: VerifyInputs, records: Values) -> Tensor:
         note(records, forms.replayable(operands), inputs.request_rows_B)
-        node_states = records[NODE_STATES][: inputs.request_rows_B.shape[0], : inputs.num_nodes]
-        return forms.tree_states(operands, pool, inputs.working_slots_B, inputs.tree, node_states)
+        return forms.tree_states(operands, pool, inputs.working_slots_B, inputs.tree, records[NODE_STATES])
 
     def commit(self, forms: TreeForms, pool: Tensor, inputs: CommitInputs, records: Values) -> None:
         write_committed(pool, inputs.destinations_B, pool[inputs.working_slots_B], inputs.path)

@@ -10,7 +10,7 @@ import torch
 from hybrid_runtime import HybridRuntime, RequestOutput
 from hybrid_runtime.engine.compiled_steps import CompiledSteps
 from tests.parity.zoo import CASES
-from tests.speculative.speculative_runs import KINDS, ROOMY, config, plain, random_prompts, scripted
+from tests.speculative.speculative_runs import KINDS, ROOMY, TREE_SIZE, config, plain, random_prompts, scripted
 
 PROMPTS = random_prompts(0, (5, 17, 30, 9))
 OPTIONS = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "logprobs": 2}
@@ -34,25 +34,27 @@ def margins(outputs: list[RequestOutput]) -> list[float]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("name", "rollback", "dtype"),
+    ("name", "rollback", "dtype", "num_nodes"),
     [
-        ("kimi", "fold", "float64"),
-        *((name, "fold", "float32") for name in KINDS),
-        ("kimi", "snapshot", "float32"),
-        ("kimi", "replay", "float32"),
+        ("kimi", "fold", "float64", TREE_SIZE),
+        *((name, "fold", "float32", TREE_SIZE) for name in KINDS),
+        # Of a size at which the example that is compiled for fills the records: later trees do not.
+        ("kimi", "snapshot", "float32", 4),
+        ("kimi", "replay", "float32", 4),
     ],
 )
-def test_texts_are_those_of_plain_eager_decoding(name: str, rollback: str, dtype: str) -> None:
+def test_texts_are_those_of_plain_eager_decoding(name: str, rollback: str, dtype: str, num_nodes: int) -> None:
     expected = plain_outputs(name)
     model = next(case for case in CASES if case.name == name).build().to(getattr(torch, dtype))
     drafter = scripted(expected)
-    options = {**ROOMY, "compile": "auto", "enable_prefix_cache": False, "speculative": config(rollback)}
+    options = {**ROOMY, "compile": "auto", "enable_prefix_cache": False, "speculative": config(rollback, num_nodes=num_nodes)}
     with HybridRuntime(model, drafter=drafter, **options) as rt:
         assert isinstance(rt._engine.runner.steps, CompiledSteps)
         outputs = rt.generate(PROMPTS, **OPTIONS)
         stats = rt.stats().speculation
     assert stats is not None
     assert stats.num_accepted_tokens > 20
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * len(PROMPTS)
     if dtype == "float64":
         assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
         return

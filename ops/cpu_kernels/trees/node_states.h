@@ -31,7 +31,8 @@ inline NodeStates node_states_of(const Tensor& states, const View& pool, int64_t
   require(states.is_cpu() && states.dim() == 5, "node_states must be a CPU tensor of 5 axes");
   const int64_t expected[] = {num_rows, num_nodes, pool.sizes[1], pool.sizes[2], pool.sizes[3]};
   for (int axis = 0; axis < 5; ++axis) {
-    require(states.size(axis) == expected[axis], "node_states must have size ", expected[axis], " on axis ", axis,
+    const bool fits = axis < 2 ? states.size(axis) >= expected[axis] : states.size(axis) == expected[axis];
+    require(fits, "node_states must have size ", expected[axis], axis < 2 ? " or more on axis " : " on axis ", axis,
             ", not ", states.size(axis));
   }
   require(states.scalar_type() == pool.dtype, "node_states must have the dtype of state_pool");
