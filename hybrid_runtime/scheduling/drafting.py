@@ -39,8 +39,12 @@ class Drafting:
         A drafter that raises, or whose drafts are none, costs the step its drafts and no request anything.
         """
         rows = [DraftRow(r.resident.row, _read_only(r.tokens[:]), self._max_nodes(r)) for r in requests]
+        if not any(row.max_nodes for row in rows):
+            return dict.fromkeys(requests, _NO_DRAFT)
         try:
             drafts = self.drafter.draft(rows)
+            if len(drafts) == len(rows) and not any(map(len, drafts)):  # what a lookup mostly finds costs little
+                return dict.fromkeys(requests, _NO_DRAFT)
             check_drafts(drafts, rows, vocab_size=self.vocab_size, drafter=type(self.drafter).__name__)
         except Exception as error:  # the drafter's
             self.num_failures += 1
@@ -61,7 +65,7 @@ class Drafting:
         # The last token that is emitted is never a node.
         limit = min(self.tree_size - 1, room, tokens.max_len - len(tokens) - 1)
         if self.is_adaptive and request.draft_budget is not None:
-            limit = min(limit, request.draft_budget.limit)
+            limit = min(limit, request.draft_budget.limit if request.draft_budget.is_due else 0)
         return max(0, limit)
 
     def _within_slots(self, request: Request, draft: Draft) -> Draft:

@@ -7,6 +7,9 @@ PATIENCE = 2
 FIRST_PAUSE = 8
 LONGEST_PAUSE = 128
 """In rounds without drafts, before one is tried again."""
+SILENCE = 16
+ASK_EVERY = 4
+"""After so many rounds in a row in which nothing was drafted, the drafter is asked in every so many rounds only."""
 
 
 class DraftBudget:
@@ -16,7 +19,8 @@ class DraftBudget:
     is accepted doubles it, up to `max_nodes`. At 0 the request decodes plainly for `FIRST_PAUSE` rounds and then probes
     with one node. If that is rejected the next pause is twice as long, up to `LONGEST_PAUSE`; if it is accepted the
     limit grows again and the next pause is a first one. Rounds in which nothing could be drafted say nothing about the
-    drafts, so they only let a pause go by.
+    drafts, so they only let a pause go by. But who had nothing to draft for `SILENCE` rounds is asked less often
+    (`is_due`): asking costs a few per cent of a small model's step.
 
     Why: a verify costs more with every node, and a rejected draft earns nothing. Whether any was accepted is counted,
     not the share, because most nodes of a tree are rejected even when all goes well. Halving and doubling make a change
@@ -34,6 +38,7 @@ class DraftBudget:
         self._num_failures = 0  # rounds in a row
         self._next_pause = FIRST_PAUSE
         self._num_paused = 0  # rounds that are left of a pause
+        self._num_silent = 0  # rounds in a row in which nothing was drafted
         self.num_rounds = 0  # those that drafted something
         self.num_drafted_tokens = 0
         self.num_accepted_tokens = 0
@@ -43,6 +48,11 @@ class DraftBudget:
         """Nodes that the next round may draft, the root not counted."""
         return self._limit
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next round is to ask the drafter."""
+        return self._num_silent < SILENCE or self._num_silent % ASK_EVERY == 0
+
     def record(self, num_drafted: int, num_accepted: int) -> None:
         """Takes in one round of the request, of nodes without the root; also one that drafted nothing: (0, 0).
 
@@ -51,8 +61,10 @@ class DraftBudget:
         if not 0 <= num_accepted <= num_drafted <= self._max_nodes:
             raise ValueError(f"{num_accepted} accepted of {num_drafted} drafted, where {self._max_nodes} are allowed")
         if num_drafted == 0:
+            self._num_silent += 1
             self._wait()
             return
+        self._num_silent = 0
         self.num_rounds += 1
         self.num_drafted_tokens += num_drafted
         self.num_accepted_tokens += num_accepted

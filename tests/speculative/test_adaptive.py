@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_runtime.speculative.adaptive import FIRST_PAUSE, LONGEST_PAUSE, DraftBudget
+from hybrid_runtime.speculative.adaptive import ASK_EVERY, FIRST_PAUSE, LONGEST_PAUSE, SILENCE, DraftBudget
 
 
 def limits_of(budget: DraftBudget, num_rounds: int, *, accepted: bool) -> list[int]:
@@ -99,3 +99,16 @@ def test_an_impossible_result_is_refused(result):
 def test_a_budget_of_nothing_is_refused():
     with pytest.raises(ValueError, match="max_nodes must be at least 1, not 0"):
         DraftBudget(0)
+
+
+def test_who_has_nothing_to_draft_is_asked_less_often() -> None:
+    budget = DraftBudget(4)
+    asked = []
+    for _ in range(SILENCE + 3 * ASK_EVERY):
+        asked.append(budget.is_due)
+        budget.record(0, 0)
+    assert all(asked[:SILENCE])
+    assert sum(asked[SILENCE:]) == 3
+    assert budget.limit == 4
+    budget.record(2, 0)
+    assert budget.is_due

@@ -47,7 +47,8 @@ def test_texts_are_those_of_plain_eager_decoding(name: str, rollback: str, dtype
     expected = plain_outputs(name)
     model = next(case for case in CASES if case.name == name).build().to(getattr(torch, dtype))
     drafter = scripted(expected)
-    options = {**ROOMY, "compile": "auto", "enable_prefix_cache": False, "speculative": config(rollback, num_nodes=num_nodes)}
+    speculative = config(rollback, num_nodes=num_nodes)
+    options = {**ROOMY, "compile": "auto", "enable_prefix_cache": False, "speculative": speculative}
     with HybridRuntime(model, drafter=drafter, **options) as rt:
         assert isinstance(rt._engine.runner.steps, CompiledSteps)
         outputs = rt.generate(PROMPTS, **OPTIONS)
