@@ -54,6 +54,8 @@ class HybridRuntime:
         **overrides: Any,
     ) -> None:
         self.config = RuntimeConfig.with_overrides(config, overrides)
+        if drafter is not None and not callable(getattr(drafter, "draft", None)):
+            raise invalid("drafter", drafter, "must have a method draft(rows)")
         if drafter is not None and self.config.speculative is None:
             raise ValueError("a drafter needs speculative=SpeculativeConfig(...)")
         if tokenizer is not None and not hasattr(tokenizer, "decode"):

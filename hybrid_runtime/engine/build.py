@@ -123,13 +123,16 @@ def build_engine(
 
 def _drafting(speculation: SpeculationPlan, runner: ModelRunner, residency: Residency) -> Drafting:
     assert runner.speculative is not None
-    return Drafting(
-        speculation.make_drafter(
+    # As the steps: what is compiled is kept, and must not depend on modes that happen to be on around this call.
+    with torch.inference_mode(False), torch.autocast(runner.model.device.type, enabled=False):
+        drafter = speculation.make_drafter(
             runner.model,
             runner.memory.step_memory,
             runner.speculative,
             compiles=isinstance(runner.steps, CompiledSteps),
-        ),
+        )
+    return Drafting(
+        drafter,
         residency,
         tree_size=speculation.config.tree_size,
         is_adaptive=speculation.config.adaptive,

@@ -120,8 +120,9 @@ class CompiledSteps:
         report("trial run on the null slot")  # what is left to load or to initialise is so before requests come
         self.prefill(prefill, draw)
         self.decode(decode, _example_draw(len(decode.token_ids_B), model.device))
-        if compiles_trees:
-            self.verify(verify, _example_draw(verify.token_ids_BT.numel(), model.device))
+        if speculative is not None and compiles_trees:
+            one_row = _verify_of_padding(1, speculative.num_nodes)  # records need not have room for more
+            self.verify(one_row, _example_draw(speculative.num_nodes, model.device))
             self.commit(commit)
 
     @torch.no_grad()
@@ -361,28 +362,30 @@ def _example_prefill(device: torch.device) -> PrefillInputs:
 
 
 def _example_verify(num_nodes: int) -> VerifyInputs:
-    """Three padding rows, of trees that `num_nodes` nodes hold."""
-    size = (3, min(num_nodes, 5))
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int64)
-
-    inputs = VerifyInputs(
-        token_ids_BT=zeros(*size),
-        positions_BT=zeros(*size),
-        kv_slots_BT=zeros(*size),
-        request_rows_B=zeros(3),
-        committed_lens_B=zeros(3),
-        max_context_len=1,
-        working_slots_B=zeros(3),
-        tree=draft_tree(zeros(*size)),
-    )
+    """Three rows, of trees that `num_nodes` nodes hold."""
+    inputs = _verify_of_padding(3, min(num_nodes, 5))
     tensors = [*_tensors(inputs), *inputs.tree]
     mark_dynamic(tensors)
     for tensor in tensors:
         for dim in range(1, tensor.dim()):
             mark_dynamic([tensor], dim)
     return inputs
+
+
+def _verify_of_padding(num_rows: int, num_nodes: int) -> VerifyInputs:
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    return VerifyInputs(
+        token_ids_BT=zeros(num_rows, num_nodes),
+        positions_BT=zeros(num_rows, num_nodes),
+        kv_slots_BT=zeros(num_rows, num_nodes),
+        request_rows_B=zeros(num_rows),
+        committed_lens_B=zeros(num_rows),
+        max_context_len=1,
+        working_slots_B=zeros(num_rows),
+        tree=draft_tree(zeros(num_rows, num_nodes)),
+    )
 
 
 def _example_commit(num_nodes: int) -> CommitInputs:

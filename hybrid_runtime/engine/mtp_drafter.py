@@ -105,7 +105,9 @@ class MtpDrafter:
 
     def draft(self, rows: Sequence[DraftRow]) -> list[Draft]:
         able = [row for row in rows if row.max_nodes > 0]
-        drafts = iter((self._chains(able) if self._topk == 1 else self._trees(able)) if able else ())
+        # The dtypes are the runtime's business, whatever block of its user's the call stands in.
+        with torch.autocast(self._hidden_RD.device.type, enabled=False):
+            drafts = iter((self._chains(able) if self._topk == 1 else self._trees(able)) if able else ())
         return [next(drafts) if row.max_nodes > 0 else _EMPTY for row in rows]
 
     def _chains(self, rows: Sequence[DraftRow]) -> list[Draft]:

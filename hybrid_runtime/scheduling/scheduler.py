@@ -138,8 +138,7 @@ class Scheduler:
         While some request has to run alone (a forward with it among others failed), steps hold one such request and
         nothing else, unless none of them can be admitted beside what is resident.
         """
-        for request in [request for request in self.running if self.residency.has_lost_state(request)]:
-            self._requeue(request)
+        self._requeue_lost()
         self._suspects = [r for r in self._suspects if r.runs_alone and r.status is not RequestStatus.FINISHED]
         if not self._suspects:
             self._supply_decode_slots(self.running)
@@ -199,6 +198,7 @@ class Scheduler:
         """Sends a running request back to the queue. What it computed stays in the tree, to resume from."""
         self.running.remove(request)
         self.residency.donate(request, "final")
+        self._requeue_lost()  # it brings the working slots of all up to date, which may fail
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.add(request)
@@ -342,6 +342,11 @@ class Scheduler:
             return DecodeRow(request, position, self.residency.track(request, length))
         slot = self.residency.take_checkpoint_slot(origin)
         return DecodeRow(request, position, None if slot is None else Checkpoint(length, slot, origin))
+
+    def _requeue_lost(self) -> None:
+        """Requests whose working slots could not be brought up to date must not run on them."""
+        for request in [request for request in self.running if self.residency.has_lost_state(request)]:
+            self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
         """Sends a running request back to the queue; it resumes from what the tree has had of it."""

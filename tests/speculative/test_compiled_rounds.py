@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.parity.zoo import CASES
 from tests.speculative.speculative_runs import KINDS, ROOMY, TREE_SIZE, config, plain, random_prompts, scripted
 
 PROMPTS = random_prompts(0, (5, 17, 30, 9))
-OPTIONS = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "logprobs": 2}
+OPTIONS: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "logprobs": 2}
 NEAR_TIE = 1e-3  # in float64; float32 moves a logit of these small models by less than a tenth of it
 
 
@@ -34,21 +35,24 @@ def margins(outputs: list[RequestOutput]) -> list[float]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("name", "rollback", "dtype", "num_nodes"),
+    ("name", "rollback", "dtype", "num_nodes", "max_num_seqs"),
     [
-        ("kimi", "fold", "float64", TREE_SIZE),
-        *((name, "fold", "float32", TREE_SIZE) for name in KINDS),
-        # Of a size at which the example that is compiled for fills the records: later trees do not.
-        ("kimi", "snapshot", "float32", 4),
-        ("kimi", "replay", "float32", 4),
+        ("kimi", "fold", "float64", TREE_SIZE, 6),
+        *((name, "fold", "float32", TREE_SIZE, 6) for name in KINDS),
+        # Of sizes at which the example that is compiled for fills the records, or has more rows than they.
+        ("kimi", "snapshot", "float32", 4, 1),
+        ("kimi", "replay", "float32", 4, 6),
     ],
 )
-def test_texts_are_those_of_plain_eager_decoding(name: str, rollback: str, dtype: str, num_nodes: int) -> None:
+def test_texts_are_those_of_plain_eager_decoding(
+    name: str, rollback: str, dtype: str, num_nodes: int, max_num_seqs: int
+) -> None:
     expected = plain_outputs(name)
     model = next(case for case in CASES if case.name == name).build().to(getattr(torch, dtype))
     drafter = scripted(expected)
     speculative = config(rollback, num_nodes=num_nodes)
     options = {**ROOMY, "compile": "auto", "enable_prefix_cache": False, "speculative": speculative}
+    options["max_num_seqs"] = max_num_seqs
     with HybridRuntime(model, drafter=drafter, **options) as rt:
         assert isinstance(rt._engine.runner.steps, CompiledSteps)
         outputs = rt.generate(PROMPTS, **OPTIONS)
