@@ -123,7 +123,7 @@ class CompiledSteps:
         if speculative is not None and compiles_trees:
             one_row = _verify_of_padding(1, speculative.num_nodes)  # records need not have room for more
             self.verify(one_row, _example_draw(speculative.num_nodes, model.device))
-            self.commit(commit)
+            self.commit(_commit_of_padding(1, speculative.num_nodes))
 
     @torch.no_grad()
     def prefill(self, inputs: PrefillInputs, draw: DrawInputs) -> StepOutputs:
@@ -389,16 +389,19 @@ def _verify_of_padding(num_rows: int, num_nodes: int) -> VerifyInputs:
 
 
 def _example_commit(num_nodes: int) -> CommitInputs:
-    """Three padding rows that accept nothing."""
+    """Three rows that accept nothing."""
+    inputs = _commit_of_padding(3, min(num_nodes, 5))
+    mark_dynamic([*_tensors(inputs), *inputs.path])
+    mark_dynamic([inputs.path.nodes_BT], 1)
+    return inputs
 
+
+def _commit_of_padding(num_rows: int, num_nodes: int) -> CommitInputs:
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
-    path = AcceptedPath(zeros(3, min(num_nodes, 5)), zeros(3))
-    inputs = CommitInputs(zeros(3), zeros(3), zeros(3), path)
-    mark_dynamic([*_tensors(inputs), *path])
-    mark_dynamic([path.nodes_BT], 1)
-    return inputs
+    path = AcceptedPath(zeros(num_rows, num_nodes), zeros(num_rows))
+    return CommitInputs(zeros(num_rows), zeros(num_rows), zeros(num_rows), path)
 
 
 def _example_draw(num_rows: int, device: torch.device) -> DrawInputs:
