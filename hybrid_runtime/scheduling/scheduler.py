@@ -195,10 +195,13 @@ class Scheduler:
         self._move_out(request, request.parting_origin)
 
     def preempt(self, request: Request) -> None:
-        """Sends a running request back to the queue. What it computed stays in the tree, to resume from."""
+        """Sends a running request back to the queue. What it computed stays in the tree, to resume from.
+
+        That brings the working slots of all requests up to date, which may fail for some.
+        """
         self.running.remove(request)
         self.residency.donate(request, "final")
-        self._requeue_lost()  # it brings the working slots of all up to date, which may fail
+        self._requeue_lost()
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.add(request)
