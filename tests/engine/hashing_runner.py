@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from hybrid_runtime.cache.results import Checkpoint
+from hybrid_runtime.engine.commits import Commits
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.results import ForwardResult, SampledToken
 from hybrid_runtime.memory.request_table import TableEntries
@@ -97,6 +99,7 @@ class HashingRunner:
         self.before_forward: Callable[[Sequence[Request]], None] = lambda requests: None
         self.is_invalid: Callable[[Request], bool] = lambda request: False
         self.delay: Callable[[], None] = lambda: None
+        self.commits = Commits(lambda inputs: None, torch.device("cpu"), is_lazy=False)  # nothing is drafted
 
     def poison_free_slots(self) -> None:
         """While nothing is in flight."""
