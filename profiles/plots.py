@@ -2,8 +2,8 @@
 
     python profiles/plots.py [--results profiles/results]
 
-Reads `bench_engine*.json` and `bench_ops*.json` and the cache simulation's plot, as far as they are there; writes SVG
-files and `README.md` beside them. Each plot names machine, commit and command.
+Reads `bench_engine*.json`, `bench_ops*.json`, the three `bench_speculative*.json` and the cache simulation's plot, as
+far as they are there; writes SVG files and `README.md` beside them. Each plot names machine, commit and command.
 """
 
 from __future__ import annotations
@@ -13,18 +13,11 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
+from drawing import Record, Row, origin, save
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from speculative_plots import SECTIONS
 
-mpl.use("svg")
-mpl.rcParams["svg.hashsalt"] = "hybrid_runtime"  # the same figures give the same file
-mpl.rcParams["svg.fonttype"] = "none"  # text stays text
-
-Record = dict[str, Any]
-Row = dict[str, Any]
 TITLE = "# Results"
 OURS = "hybrid_runtime"
 SIMULATION = "simulate_cache"
@@ -39,9 +32,12 @@ def main() -> None:
         sections += _engine_section(path, json.loads(path.read_text()))
     for path in sorted(folder.glob("bench_ops*.json")):
         sections += _op_section(path, json.loads(path.read_text()))
+    for name, section in SECTIONS.items():
+        if (path := folder / f"{name}.json").exists():
+            sections += section(path, json.loads(path.read_text()))
     if (folder / f"{SIMULATION}.svg").exists():
         sections += ["## Eviction policies", f"![Cached tokens over state slots]({SIMULATION}.svg)"]
-        sections.append(_origin(folder / f"{SIMULATION}.json", json.loads((folder / f"{SIMULATION}.json").read_text())))
+        sections.append(origin(folder / f"{SIMULATION}.json", json.loads((folder / f"{SIMULATION}.json").read_text())))
     (folder / "README.md").write_text("\n\n".join(sections) + "\n")
 
 
@@ -52,9 +48,9 @@ def _engine_section(path: Path, record: Record) -> list[str]:
         chosen = [row for row in rows if row["case"] in cases]
         if chosen:
             file = f"{path.stem}_{name}.svg"
-            _save(path.with_name(file), title, partial(draw, rows=chosen))
+            save(path.with_name(file), title, partial(draw, rows=chosen))
             section.append(f"![{title}]({file})")
-    return [*section, _origin(path, record)]
+    return [*section, origin(path, record)]
 
 
 def _op_section(path: Path, record: Record) -> list[str]:
@@ -62,8 +58,8 @@ def _op_section(path: Path, record: Record) -> list[str]:
     name = f"{path.stem}.svg"
     title = "Share of the read bandwidth that single operations reach"
     height = 1.5 + 0.28 * len({(row["op"], row["rows"]) for row in rows})
-    _save(path.with_name(name), title, partial(_draw_ops, rows=rows), height=height)
-    return [f"## Operations, {path.stem}", f"![{title}]({name})", _origin(path, record)]
+    save(path.with_name(name), title, partial(_draw_ops, rows=rows), height=height)
+    return [f"## Operations, {path.stem}", f"![{title}]({name})", origin(path, record)]
 
 
 def _draw_decode(axes: Axes, rows: Sequence[Row]) -> None:
@@ -125,19 +121,6 @@ ENGINE_PLOTS: tuple[tuple[str, tuple[str, ...], str, Callable[..., None]], ...] 
 
 def _engines(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["engine"] for row in rows))
-
-
-def _save(path: Path, title: str, draw: Callable[[Axes], None], *, height: float = 4.0) -> None:
-    figure = Figure(figsize=(8, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    draw(axes)
-    figure.savefig(path, metadata={"Date": None})
-
-
-def _origin(path: Path, record: Record) -> str:
-    return f"`{path.name}`: {record['machine']}, commit {record['commit']}, `{record['command']}`."
 
 
 if __name__ == "__main__":
