@@ -130,7 +130,8 @@ def test_a_round_is_its_verify_and_its_commit(monkeypatch: pytest.MonkeyPatch) -
     assert panels["kda, N = 8"] == [row for row in ROLLBACK_ROWS if row["op"] == "kda" and row["rows"] == 8]
     axes = Figure().add_subplot()
     plots._draw_rollbacks(axes, panels["kda, N = 8"])
-    drawn = [[(float(x), float(y)) for x, y in line.get_xydata()] for line in axes.get_lines()]
+    lines: list[Any] = list(axes.get_lines())
+    drawn = [[(float(x), float(y)) for x, y in line.get_xydata()] for line in lines]
     assert drawn == [
         [(3, 3.25), (15, 15.25)],  # fold: a round and its commit over chains, then of the tree
         [(3, 0.25), (15, 0.25)],
