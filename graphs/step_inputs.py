@@ -6,7 +6,7 @@ B rows of a decode or verify, T nodes of a draft tree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,7 +96,7 @@ class CommitInputs:
     path: AcceptedPath  # its nodes may be fewer than T: those of the longest path
 
 
-def draw_inputs(fields_FB: Tensor) -> DrawInputs:
+def draw_inputs(fields_FB: Tensor | Sequence[Tensor]) -> DrawInputs:
     """Views of int64 `[fields, B]` as what DrawInputs names, in its order; of float64 fields these are the bits."""
     fields = dict(zip(DrawInputs._fields, fields_FB, strict=True))
     bits = {name: fields[name].view(torch.float64) for name in ("temperature_B", "min_p_B", "top_p_B")}

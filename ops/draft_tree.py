@@ -44,6 +44,20 @@ def draft_tree(parents_BT: Tensor) -> DraftTree:
     return DraftTree(parents_BT, ancestors_BTT.sum(dim=-1) - 1, ancestors_BTT)
 
 
+def node_bits(num_nodes: int, device: torch.device) -> Tensor:
+    """int64 `[T]`: the bit that stands for each node of at most 64."""
+    return torch.tensor(1, device=device) << torch.arange(num_nodes, device=device)
+
+
+def ancestors_of_bits(bits_BT: Tensor, bit_T: Tensor) -> Tensor:
+    """`DraftTree.ancestors_BTT` from a word of bits per node (int64): those of the node and its ancestors.
+
+    `bit_T` `[T]` is that of each node (`node_bits`). Two launches, where `draft_tree` takes steps that wait for each
+    other.
+    """
+    return (bits_BT[..., None] & bit_T) != 0
+
+
 def at_nodes(x_BT: Tensor, nodes_BT: Tensor) -> Tensor:
     """The entries `[B, T, ...]` of `x_BT` that `nodes_BT` names in each row."""
     row_B1 = torch.arange(x_BT.shape[0], device=x_BT.device)[:, None]

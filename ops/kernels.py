@@ -146,7 +146,7 @@ def compiled_kernels(device: torch.device) -> Kernels:
     loops would make copies of states, and in Triton on CUDA. They may be traced at once; `wait_for_kernels` before
     anything runs them. Raises CompilerNotFound on a CPU without a C++ compiler.
     """
-    from hybrid_runtime.ops import opaque, opaque_trees  # here: eager steps need none of these
+    from hybrid_runtime.ops import opaque  # here: eager steps do not need it
 
     for_any_batch = dataclasses.replace(
         REFERENCE,
@@ -156,14 +156,6 @@ def compiled_kernels(device: torch.device) -> Kernels:
         prefill_attention=opaque.prefill_attention,
         prefill_mla=opaque.prefill_mla,
         moe_feed_forward=opaque.moe_feed_forward,
-        mamba2_tree=opaque_trees.mamba2_tree,
-        mamba2_tree_states=opaque_trees.mamba2_tree_states,
-        gdn_tree=opaque_trees.gdn_tree,
-        gdn_tree_states=opaque_trees.gdn_tree_states,
-        kda_tree=opaque_trees.kda_tree,
-        kda_tree_states=opaque_trees.kda_tree_states,
-        tree_attention=opaque_trees.tree_attention,
-        tree_mla=opaque_trees.tree_mla,
     )
     if device.type == "cpu":
         from hybrid_runtime.ops import cpu_kernels

@@ -75,7 +75,7 @@ def _pool_copies(lowered: LoweredStep, module: GeneratedModule) -> Iterator[Find
                 if is_most_of_pool or step.is_pool_sized(num_bytes):
                     yield Finding(Kind.POOL_COPY, traffic.kernel, f"{verb} {num_bytes} bytes of {buffer}")
     for name in module.copied_if_misaligned:
-        if name in pools:
+        if name in pools and not pools[name].is_aligned:
             pool = pools[name]
             detail = f"{pool.num_bytes} bytes are copied where the address is no multiple of 16"
             yield Finding(Kind.MISALIGNED_COPY, pool.name, detail)

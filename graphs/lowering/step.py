@@ -20,7 +20,8 @@ class PoolArgument:
     of each slot, then shows by its size being a multiple, whatever its shape and dtype, and nothing else does.
 
     `rows_touched`: how many slots one call reads (and, if it writes the pool, writes). It stands in for what can't be
-    seen of a hand-written kernel, which is given the whole pool.
+    seen of a hand-written kernel, which is given the whole pool. `is_aligned`: whoever made the pool sees to it that
+    its address is a multiple of 16, so that code which would copy any other never does.
 
     Raises ValueError for a number of slots that is not a prime of at least 257.
     """
@@ -29,6 +30,7 @@ class PoolArgument:
     tensor: Tensor
     rows_touched: int
     slot_axis: int = 0
+    is_aligned: bool = False
 
     def __post_init__(self) -> None:
         slots = self.num_slots

@@ -26,12 +26,15 @@ from hybrid_runtime.engine.results import (
     rank_logprobs,
 )
 from hybrid_runtime.engine.speculation import SpeculationPlan
-from hybrid_runtime.engine.steps import EagerSteps, StepOutputs, Steps
+from hybrid_runtime.engine.steps import EagerSteps, StepOutputs, Steps, VerifyOutputs
 from hybrid_runtime.engine.verify_batch import PreparedVerify
 from hybrid_runtime.engine.verifying import LaunchedVerify
-from hybrid_runtime.graphs.decode_runner import MODEL_FIELDS, DecodeRunner, batch_buckets
+from hybrid_runtime.graphs.commit_runner import CommitRunner
+from hybrid_runtime.graphs.decode_runner import MODEL_FIELDS, DecodeRunner
 from hybrid_runtime.graphs.read_back import ReadBack
+from hybrid_runtime.graphs.step_graphs import batch_buckets
 from hybrid_runtime.graphs.step_inputs import CommitInputs, draw_inputs
+from hybrid_runtime.graphs.verify_runner import VerifyRunner, verify_buckets
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.ops.ragged import DEFAULT_CHUNK_SIZE
 from hybrid_runtime.sampling import GatheredLogprobs, SamplingInputs, gather_logprobs, sample
@@ -113,7 +116,8 @@ class ModelRunner:
         with torch.inference_mode(False), self._autocast_off():
             self.steps = make_steps(model, memory.step_memory, self.last_token_R, self.speculative)
         is_lazy = self.speculative is not None and self.speculative.rollback.is_lazy
-        self.commits = Commits(self._run_commit, model.device, is_lazy=is_lazy)
+        # Paths are handed over on the host: the runner of commits is who takes them to the device.
+        self.commits = Commits(self._run_commit, torch.device("cpu"), is_lazy=is_lazy)
         capture = self.steps.can_be_captured
         self._decode_runner = DecodeRunner(
             self.steps.decode,
@@ -123,6 +127,8 @@ class ModelRunner:
             buckets=batch_buckets(num_rows - 1) if capture else None,
             capture=capture,
         )
+        self._verify_runner = None if self.speculative is None else self._make_verify_runner(num_rows - 1)
+        self._commit_runner = None if self.speculative is None else self._make_commit_runner(num_rows - 1)
 
     def prepare(self, step: ScheduledStep) -> PreparedStep:
         """Everything that the device needs for a step. Host only; reads requests and table, which may change then."""
@@ -175,7 +181,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Lets go of pools, packed weights and compiled code; nothing can be launched afterwards."""
-        for name in ("model", "steps", "_decode_runner"):
+        for name in ("model", "steps", "_decode_runner", "_verify_runner", "_commit_runner"):
             self.__dict__.pop(name, None)  # it may be called again, after an interrupt
 
     def repack_weights(self) -> None:
@@ -212,9 +218,9 @@ class ModelRunner:
     def _verify(self, verify: PreparedVerify) -> LaunchedVerify:
         """One forward over the draft trees of all rows."""
         self.num_verify_forwards += 1
-        inputs = verify.batch.to_device(self.model.device, max_context_len=self.steps.max_context_len)
+        assert self._verify_runner is not None
         with self._autocast_off():
-            outputs = self.steps.verify(inputs, draw_inputs(self._indices(verify.batch.draw_FN)))
+            outputs = VerifyOutputs(*self._verify_runner.run(verify.batch.arrays()))
         token_ids_N = outputs.token_ids_N
         if verify.sampling is not None:
             nodes_M = torch.tensor(verify.sampling.nodes, device=self.model.device)
@@ -225,8 +231,34 @@ class ModelRunner:
         return LaunchedVerify(verify, outputs, token_ids_N, ReadBack(token_ids_N, outputs.is_invalid_N))
 
     def _run_commit(self, inputs: CommitInputs) -> None:
+        assert self._commit_runner is not None
         with self._autocast_off():
-            self.steps.commit(inputs)
+            self._commit_runner.run(inputs)
+
+    def _make_verify_runner(self, max_batch: int) -> VerifyRunner:
+        assert self.speculative is not None
+        capture = self.steps.can_be_captured
+        return VerifyRunner(
+            lambda inputs, draw: self.steps.verify(inputs, draw),
+            max_batch=max_batch,
+            num_nodes=self.speculative.num_nodes,
+            max_context_len=self.steps.max_context_len,
+            device=self.model.device,
+            buckets=verify_buckets(max_batch) if capture else None,
+            capture=capture,
+        )
+
+    def _make_commit_runner(self, max_batch: int) -> CommitRunner:
+        assert self.speculative is not None
+        capture = self.steps.can_be_captured and not self.speculative.rollback.is_lazy
+        return CommitRunner(
+            lambda inputs: self.steps.commit(inputs),
+            max_batch=max_batch,
+            num_nodes=self.speculative.num_nodes,
+            device=self.model.device,
+            buckets=verify_buckets(max_batch) if capture else None,
+            capture=capture,
+        )
 
     def _choose(
         self,

@@ -61,8 +61,8 @@ class Steps(Protocol):
     Each also writes the token drawn for a row of the request table as the one chosen last for it.
     """
 
-    max_context_len: int  # what decodes expect in their inputs
-    can_be_captured: bool  # whether a decode is the same launches in the same order for each batch of a size
+    max_context_len: int  # what decodes and verifies expect in their inputs
+    can_be_captured: bool  # whether a decode, a verify and a commit are the same launches for each batch of a size
 
     def tree_size(self, num_nodes: int) -> int:
         """How many nodes the draft trees of a verify have that are to hold `num_nodes`, the root included."""

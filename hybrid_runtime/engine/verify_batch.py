@@ -1,4 +1,4 @@
-"""What the verify of a step reads, as host arrays, and the device tensors made of them.
+"""What the verify of a step reads, as host arrays.
 
 Shapes: B rows, T nodes of a draft tree, N = B T nodes row by row.
 """
@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from hybrid_runtime.engine.batches import Indices, build_draw, to_device
-from hybrid_runtime.graphs.step_inputs import VerifyInputs
+from hybrid_runtime.engine.batches import Indices, build_draw
+from hybrid_runtime.graphs.verify_runner import DRAW_FIELDS, NODE_FIELDS, ROW_FIELDS
 from hybrid_runtime.memory.request_table import RequestTable
-from hybrid_runtime.ops.draft_tree import DraftTree
 from hybrid_runtime.ops.draw import DrawInputs
 from hybrid_runtime.sampling import SamplingRow
 from hybrid_runtime.scheduling.request import Request
@@ -31,7 +28,7 @@ class VerifyBatch:
     token_ids_BT: Indices
     parents_BT: Indices
     depths_BT: Indices
-    ancestors_BTT: NDArray[np.bool_]
+    ancestor_bits_BT: Indices  # bit j of node i: j is i or an ancestor of i
     kv_slots_BT: Indices
     request_rows_B: Indices
     committed_lens_B: Indices
@@ -39,22 +36,14 @@ class VerifyBatch:
     num_nodes_B: Indices  # of each row's own, the root included
     draw_FN: Indices  # what `graphs.step_inputs.draw_inputs` takes
 
-    def to_device(self, device: torch.device, *, max_context_len: int) -> VerifyInputs:
-        """The tensors that the model reads."""
-        return VerifyInputs(
-            token_ids_BT=to_device(self.token_ids_BT, device),
-            positions_BT=to_device(self.committed_lens_B[:, None] + self.depths_BT, device),
-            kv_slots_BT=to_device(self.kv_slots_BT, device),
-            request_rows_B=to_device(self.request_rows_B, device),
-            committed_lens_B=to_device(self.committed_lens_B, device),
-            max_context_len=max_context_len,
-            working_slots_B=to_device(self.working_slots_B, device),
-            tree=DraftTree(
-                to_device(self.parents_BT, device),
-                to_device(self.depths_BT, device),
-                torch.from_numpy(self.ancestors_BTT).to(device),
-            ),
-        )
+    def arrays(self) -> dict[str, Indices]:
+        """What `VerifyRunner.run` takes."""
+        return {
+            **{name: getattr(self, name) for name in ROW_FIELDS},
+            **{name: getattr(self, name) for name in NODE_FIELDS if name != "positions_BT"},
+            "positions_BT": self.committed_lens_B[:, None] + self.depths_BT,
+            **dict(zip(DRAW_FIELDS, self.draw_FN, strict=True)),
+        }
 
 
 @dataclass(frozen=True)
@@ -96,7 +85,7 @@ def _build_batch(rows: Sequence[VerifyRow], table: RequestTable, num_nodes: int)
         token_ids_BT[place, 1:count] = row.draft.token_ids
         parents_BT[place, 1:count] = row.draft.parents
         kv_slots_BT[place, :count] = table.slots[row.request.resident.row, row.position : row.position + count]
-    depths_BT, ancestors_BTT = _paths(parents_BT)
+    depths_BT, ancestor_bits_BT = _paths(parents_BT)
     committed_lens_B = np.array([row.position for row in rows], dtype=np.int64)
     draw_FB = build_draw([row.request for row in rows], [row.position + 1 for row in rows])
     draw_FN = np.repeat(draw_FB, num_nodes, axis=1)
@@ -105,7 +94,7 @@ def _build_batch(rows: Sequence[VerifyRow], table: RequestTable, num_nodes: int)
         token_ids_BT=token_ids_BT,
         parents_BT=parents_BT,
         depths_BT=depths_BT,
-        ancestors_BTT=ancestors_BTT,
+        ancestor_bits_BT=ancestor_bits_BT,
         kv_slots_BT=kv_slots_BT,
         request_rows_B=np.array([row.request.resident.row for row in rows], dtype=np.int64),
         committed_lens_B=committed_lens_B,
@@ -115,19 +104,21 @@ def _build_batch(rows: Sequence[VerifyRow], table: RequestTable, num_nodes: int)
     )
 
 
-def _paths(parents_BT: Indices) -> tuple[Indices, NDArray[np.bool_]]:
-    """Depths, and which nodes are a node itself or an ancestor of it."""
+def _paths(parents_BT: Indices) -> tuple[Indices, Indices]:
+    """Depths, and the bits of each node and its ancestors."""
     num_rows, num_nodes = parents_BT.shape
     row_B = np.arange(num_rows)
-    depths_BT = np.zeros_like(parents_BT)
-    ancestors_BTT = np.zeros((num_rows, num_nodes, num_nodes), dtype=np.bool_)
-    ancestors_BTT[:, 0, 0] = True
+    depths_BT, bits_BT = np.zeros_like(parents_BT), np.ones_like(parents_BT)
     for node in range(1, num_nodes):
         parent_B = parents_BT[:, node]
         depths_BT[:, node] = depths_BT[row_B, parent_B] + 1
-        ancestors_BTT[:, node] = ancestors_BTT[row_B, parent_B]
-        ancestors_BTT[:, node, node] = True
-    return depths_BT, ancestors_BTT
+        bits_BT[:, node] = bits_BT[row_B, parent_B] | np.left_shift(1, node)
+    return depths_BT, bits_BT
+
+
+def _path_to(node: int, bits_T: Indices) -> Indices:
+    """The nodes from the root to one, with these bits of a tree's nodes."""
+    return np.flatnonzero(bits_T[node] >> np.arange(len(bits_T)) & 1)
 
 
 def _node_sampling(rows: Sequence[VerifyRow], batch: VerifyBatch) -> NodeSampling | None:
@@ -140,7 +131,7 @@ def _node_sampling(rows: Sequence[VerifyRow], batch: VerifyBatch) -> NodeSamplin
         if not (params.has_penalty or params.logit_bias or request.forbidden_token_ids):
             continue
         for node in range(int(batch.num_nodes_B[place])):
-            path = np.flatnonzero(batch.ancestors_BTT[place, node])[1:]
+            path = _path_to(node, batch.ancestor_bits_BT[place])[1:]
             nodes.append(place * num_nodes + node)
             sampling.append(
                 SamplingRow(

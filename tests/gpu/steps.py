@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_runtime.engine.steps import StepOutputs, Steps
-from hybrid_runtime.graphs.decode_runner import batch_buckets
+from hybrid_runtime.graphs.step_graphs import batch_buckets
 from hybrid_runtime.models.adapters import adapt
 from tests.gpu.report import Details
 from tests.gpu.rig import Rig

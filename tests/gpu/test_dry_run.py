@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from hybrid_runtime.graphs.decode_runner import MODEL_FIELDS, DecodeRunner
+from hybrid_runtime.graphs.decode_runner import DecodeRunner
 from tests.engine.helpers import model_of
 from tests.gpu.on_device import OnDevice
 from tests.gpu.steps import StepChecks
@@ -72,7 +72,7 @@ def test_padding_that_reaches_a_state_is_found(checks: StepChecks, monkeypatch: 
 
     def careless(self: DecodeRunner, fields_Fn: NDArray[np.int64], bucket: int) -> None:
         load(self, fields_Fn, bucket)
-        self._fields_FB[MODEL_FIELDS.index("working_slots_B"), fields_Fn.shape[1] : bucket] = 1
+        self._inputs_of(bucket)[0].working_slots_B[fields_Fn.shape[1] :] = 1
 
     monkeypatch.setattr(DecodeRunner, "_load", careless)
     with pytest.raises(AssertionError, match="padded, 3 rows"):
