@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from hybrid_runtime.speculative_config import ROLLBACKS
 from profiles.measuring import commit, machine
 from tests.engine.helpers import MIXER_KINDS, model_of
 from tests.gpu import launches, programs
@@ -29,8 +30,9 @@ from tests.gpu.models import dense_model
 from tests.gpu.report import Details, run_check, write_report
 from tests.gpu.steps import StepChecks
 from tests.gpu.tokens import TokenChecks
+from tests.gpu.trees import TreeChecks
 
-GROUPS = ("steps", "tokens", "launches", "kernels", "engine", "benchmarks", "nsight")
+GROUPS = ("steps", "trees", "tokens", "launches", "kernels", "engine", "benchmarks", "nsight")
 STEP_DTYPES = (torch.float32, torch.bfloat16)
 TOKEN_DTYPES = ("float64", "float32")
 Check = tuple[str, Callable[[], Details]]
@@ -76,6 +78,9 @@ def _checks(options: argparse.Namespace, device: str, folder: Path) -> Iterator[
         if "steps" in options.only:
             for dtype in STEP_DTYPES:
                 yield from _step_checks(kind, dtype, device, options.compile)
+        if "trees" in options.only:
+            for rollback in ROLLBACKS:
+                yield from _tree_checks(kind, rollback, device, options.compile)
         if "tokens" in options.only:
             for name in TOKEN_DTYPES:
                 label = f"tokens of every way to run, {kind}, {name}"
@@ -108,6 +113,19 @@ def _step_checks(kind: str, dtype: torch.dtype, device: str, compile_mode: str) 
     yield f"captured equals plain, bit for bit, {label}", lambda: checks().captured_equals_plain()
     yield f"decode errs at most twice as eager, {label}", lambda: checks().decode_is_within_budget()
     yield f"prefill errs at most twice as eager, {label}", lambda: checks().prefill_is_within_budget()
+
+
+def _tree_checks(kind: str, rollback: str, device: str, compile_mode: str) -> Iterator[Check]:
+    made: list[TreeChecks] = []
+
+    def checks() -> TreeChecks:
+        if not made:
+            made.append(TreeChecks(dense_model(kind), rollback, torch.float32, torch.device(device), compile_mode))
+        return made[0]
+
+    label = f"{kind}, {rollback}"
+    yield f"captured verify and commit equal plain ones, bit for bit, {label}", lambda: checks().captured_equals_plain()
+    yield f"verify and commit err at most twice as eager, {label}", lambda: checks().is_within_budget()
 
 
 def _small_config(folder: Path) -> Path:

@@ -53,6 +53,12 @@ class Rig:
         """Copies of all slots but the null slots, which padding rows write to."""
         return [tensor[1:].clone() for tensor in self.tensors]
 
+    def take(self, other: Rig) -> None:
+        """Takes over the first contents of another rig's pools, whatever its dtype."""
+        for tensor, theirs in zip(self.tensors, other.tensors, strict=True):
+            tensor.copy_(theirs)
+        self._saved = self.contents()
+
     def restore(self) -> None:
         """Puts back what the pools held at first."""
         for tensor, saved in zip(self.tensors, self._saved, strict=True):
@@ -90,14 +96,14 @@ class Rig:
             "working_slots_B": rows,
         }
         of_model = np.stack([fields[name] for name in MODEL_FIELDS]).astype(np.int64)
-        return np.vstack([of_model, self._draw_fields(lens)])
+        return np.vstack([of_model, self.draw_fields(lens)])
 
     def draw(self, inputs: PrefillInputs) -> DrawInputs:
         """For a prefill, as a decode has it."""
         lens = inputs.context_lens_S.numpy()
-        return draw_inputs(torch.from_numpy(self._draw_fields(lens)).to(self.model.device))
+        return draw_inputs(torch.from_numpy(self.draw_fields(lens)).to(self.model.device))
 
-    def _draw_fields(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def draw_fields(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Every third row is greedy, every third has all filters, the others draw from all tokens."""
         kinds = np.arange(len(positions)) % 3
         floats = np.array([[0.0, 0.0, 1.0], [0.8, 0.05, 0.9], [1.3, 0.0, 1.0]])[kinds].T.copy().view(np.int64)

@@ -31,9 +31,7 @@ class StepChecks:
         model.to(device).to(dtype)
         self.rig = Rig(adapt(model), BATCH)
         self.exact = Rig(adapt(copy.deepcopy(model).double()), BATCH)
-        for tensor, exact in zip(self.rig.tensors, self.exact.tensors, strict=True):
-            exact.copy_(tensor)
-        self.exact._saved = self.exact.contents()
+        self.exact.take(self.rig)
         self.steps: Steps = self.rig.eager() if compile_mode == "off" else self.rig.compiled()
         self.captures = device.type == "cuda" and compile_mode != "off"
 
@@ -48,7 +46,7 @@ class StepChecks:
                 fields = self.rig.decode_fields(num_rows, seed)
                 outcome = self.rig.outcome(lambda fields=fields: captured.run(fields))  # type: ignore[misc]
                 expected = self.rig.outcome(lambda fields=fields: plain.run(fields))  # type: ignore[misc]
-                _assert_same_bits(outcome, expected, f"{num_rows} rows, mix {seed}")
+                assert_same_bits(outcome, expected, f"{num_rows} rows, mix {seed}")
         return {"sizes": sizes, "captured": self.captures}
 
     def decode_is_within_budget(self) -> Details:
@@ -68,7 +66,7 @@ class StepChecks:
             for name, runner in forms.items():
                 outcome = self.rig.outcome(lambda fields=fields, runner=runner: runner.run(fields))  # type: ignore[misc]
                 label = f"{name}, {num_rows} rows"
-                worst[name] = max(worst[name], _assert_within_budget(outcome, plain_outcome, true_outcome, label))
+                worst[name] = max(worst[name], assert_within_budget(outcome, plain_outcome, true_outcome, label))
         return {f"error over eager's, {name}": ratio for name, ratio in worst.items()}
 
     def prefill_is_within_budget(self) -> Details:
@@ -81,18 +79,18 @@ class StepChecks:
             outcome = self.rig.outcome(lambda inputs=inputs, draw=draw: self.steps.prefill(inputs, draw))  # type: ignore[misc]
             plain = self.rig.outcome(lambda inputs=inputs, draw=draw: eager.prefill(inputs, draw))  # type: ignore[misc]
             truth = self.exact.outcome(lambda inputs=exact_inputs, draw=draw: exact.prefill(inputs, draw))  # type: ignore[misc]
-            worst = max(worst, _assert_within_budget(outcome, plain, truth, f"prefill of {lengths}"))
+            worst = max(worst, assert_within_budget(outcome, plain, truth, f"prefill of {lengths}"))
         return {"error over eager's": worst}
 
 
-def _assert_same_bits(outcome: Outcome, expected: Outcome, label: str) -> None:
+def assert_same_bits(outcome: Outcome, expected: Outcome, label: str) -> None:
     pairs = [*zip(outcome[0], expected[0], strict=True), *zip(outcome[1], expected[1], strict=True)]
     for number, (ours, theirs) in enumerate(pairs):
         same = torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
         assert same, f"{label}: tensor {number} of {len(pairs)} differs by {_distance(ours, theirs)}"
 
 
-def _assert_within_budget(outcome: Outcome, plain: Outcome, exact: Outcome, label: str) -> float:
+def assert_within_budget(outcome: Outcome, plain: Outcome, exact: Outcome, label: str) -> float:
     """Returns the largest ratio of errors among those that matter. NaN in the same places counts as equal."""
     worst = 0.0
     floats: Sequence[tuple[Tensor, Tensor, Tensor]] = [

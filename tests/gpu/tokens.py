@@ -1,4 +1,5 @@
-"""What must not change the tokens, on the device, by whole runtimes: caching, chunking, batching, overlap, preemption.
+"""What must not change the tokens, on the device, by whole runtimes: caching, chunking, batching, overlap, preemption,
+speculation.
 
 The truth are eager runs in float64, each prompt alone. In float64 every other way must give the same tokens. In float32
 a first difference is excused where the two tokens' float64 logprobs are closer than rounding explains: each errs at
@@ -16,6 +17,8 @@ from transformers import PreTrainedModel
 from hybrid_runtime import HybridRuntime, RequestOutput, SamplingParams
 from tests.engine.helpers import VOCAB_SIZE, greedy, random_tokens, tokens_of
 from tests.gpu.report import Details
+from tests.speculative.scripted_drafter import ScriptedDrafter
+from tests.speculative.speculative_runs import ROLLBACKS, config
 
 NUM_TOKENS = 24
 POOLS: dict[str, Any] = {"max_num_seqs": 12, "max_model_len": 256, "num_kv_slots": 4000, "num_state_slots": 80}
@@ -64,6 +67,13 @@ class TokenChecks:
             with self._runtime(**SMALL_POOLS, overlap=overlap) as rt:
                 yield f"preempted, {suffix}", tokens_of(rt.generate(self.prompts, greedy(NUM_TOKENS)))
                 assert rt.stats().scheduler.num_preemptions > 0
+        for rollback in ROLLBACKS:
+            drafter = ScriptedDrafter([p + list(text) for p, text in zip(self.prompts, self.truth, strict=True)])
+            with self._runtime(**POOLS, speculative=config(rollback), drafter=drafter) as rt:
+                yield f"speculating, {rollback}", tokens_of(rt.generate(self.prompts, greedy(NUM_TOKENS)))
+                speculation = rt.stats().speculation
+                assert speculation is not None
+                assert speculation.num_accepted_tokens > NUM_TOKENS
 
     def _runtime(self, **options: Any) -> HybridRuntime:
         return HybridRuntime(self.reference, **{**self.options, "debug_checks": True, **options})
