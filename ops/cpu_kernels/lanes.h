@@ -8,6 +8,10 @@ namespace hybrid_runtime {
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint16_t WideHalves __attribute__((vector_size(64)));
+
+constexpr WideHalves kInterleaved = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
 
 // 64 bytes of T, and their products with another 64 bytes added to 16 sums.
 template <class T>
@@ -42,6 +46,13 @@ struct Lanes<BFloat> {
   }
 };
 
+// Whether products of bfloat16 take an instruction rather than several.
+#ifdef __AVX512BF16__
+constexpr bool kMultipliesBFloats = true;
+#else
+constexpr bool kMultipliesBFloats = false;
+#endif
+
 template <class T>
 inline typename Lanes<T>::Vector load_lanes(const T* from) {
   typename Lanes<T>::Vector lanes;
@@ -65,6 +76,13 @@ inline Floats broadcast(float x) {
 #endif
 }
 
+// Two neighbours, in every lane.
+inline Words broadcast_pair(const BFloat* from) {
+  uint32_t pair;
+  std::memcpy(&pair, from, sizeof(pair));
+  return Words{} + pair;
+}
+
 inline Floats load_floats(const float* from) { return load_lanes(from); }
 inline Floats load_floats(const BFloat* from) {
   Halves halves;
@@ -80,6 +98,54 @@ inline void store_lanes(Floats x, BFloat (&to)[16]) {
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Halves halves = __builtin_convertvector((rounded & is_number) | (0x7fc0 & ~is_number), Halves);
   std::memcpy(to, &halves, sizeof(halves));
+}
+
+// In each lane bfloat16 of `even` and, above it, of `odd`: with AVX512-BF16, subnormal numbers become 0.
+inline Words pair_lanes(Floats even, Floats odd) {
+#ifdef __AVX512BF16__
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  return (Words)_mm512_permutexvar_epi16((__m512i)kInterleaved, halves);
+#else
+  BFloat low[16], high[16];
+  store_lanes(even, low);
+  store_lanes(odd, high);
+  Words pairs;
+  for (int lane = 0; lane < 16; ++lane) pairs[lane] = low[lane].bits | uint32_t{high[lane].bits} << 16;
+  return pairs;
+#endif
+}
+
+// bfloat16 of `low`, then of `high`.
+inline Words join_lanes(Floats low, Floats high) {
+#ifdef __AVX512BF16__
+  return (Words)(__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+  BFloat rounded[2][16];
+  store_lanes(low, rounded[0]);
+  store_lanes(high, rounded[1]);
+  Words joined;
+  std::memcpy(&joined, rounded, sizeof(joined));
+  return joined;
+#endif
+}
+
+// Element n of x[m] and element m of x[n] change places.
+inline void transpose(Floats (&x)[16]) {
+#pragma GCC unroll 4
+  for (int step = 1; step < 16; step *= 2) {  // exchanges blocks of this size
+    Words low, high;
+    for (int lane = 0; lane < 16; ++lane) {
+      low[lane] = lane & step ? 16 + lane - step : lane;
+      high[lane] = lane & step ? 16 + lane : lane + step;
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < 16; ++m) {
+      if (m & step) continue;
+      const Floats upper = x[m], lower = x[m + step];
+      x[m] = __builtin_shuffle(upper, lower, low);
+      x[m + step] = __builtin_shuffle(upper, lower, high);
+    }
+  }
 }
 
 // Lane n of the result is the sum over the lanes of sums[n], in the same order for every n.

@@ -5,15 +5,13 @@
 
 namespace hybrid_runtime {
 
-constexpr int kBlockTokens = 4;
-
 // Tokens that follow each other in one sequence; the states at their end are asked for by the rows `states`.
 struct Segment {
   int64_t begin, end;
   std::vector<int64_t> states;
 };
 
-// Up to T tokens of a segment.
+// A few tokens of a segment.
 struct Block {
   int64_t begin, count;
 };
@@ -60,13 +58,12 @@ inline std::vector<std::vector<Segment>> cut_sequences(const Tensor& token_seque
   return segments;
 }
 
-template <class F>
-inline void for_each_block(const std::vector<Segment>& segments, const F& function) {
-  for (const Segment& segment : segments) {
-    for (int64_t begin = segment.begin; begin < segment.end; begin += kBlockTokens) {
-      function(Block{begin, std::min<int64_t>(kBlockTokens, segment.end - begin)});
-    }
+inline std::vector<Block> blocks_of(const Segment& segment, int64_t num_tokens) {
+  std::vector<Block> blocks;
+  for (int64_t begin = segment.begin; begin < segment.end; begin += num_tokens) {
+    blocks.push_back({begin, std::min(num_tokens, segment.end - begin)});
   }
+  return blocks;
 }
 
 }  // namespace hybrid_runtime

@@ -47,9 +47,11 @@ def mamba2_step(
 def mamba2_chunked(
     x_LHP: Tensor, dt_LH: Tensor, a_H: Tensor, b_LGN: Tensor, c_LGN: Tensor, h0_SHPN: Tensor, layout: RaggedLayout
 ) -> tuple[Tensor, Tensor]:
-    """As `ops.mamba2.mamba2_chunked`, four tokens at a time; the layout's chunk size is not used.
+    """As `ops.mamba2.mamba2_chunked`; the layout's chunk size is not used.
 
-    Float64 operands go to the PyTorch form.
+    Four tokens at a time. Where x, b and c are bfloat16 and the processor multiplies that, in chunks of 32, by products
+    of matrices rounded to it: of each term of a state one factor is rounded, of a term of y two, and y. Float64
+    operands go to the PyTorch form.
     """
     operands = (x_LHP, dt_LH, a_H, b_LGN, c_LGN, h0_SHPN)
     if not {operand.dtype for operand in operands} <= _NARROW:

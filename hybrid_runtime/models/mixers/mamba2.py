@@ -44,7 +44,7 @@ class Mamba2Weights:
 
 
 class _Operands(NamedTuple):
-    """What the recurrence reads, in state arithmetic; the time step is final."""
+    """What the recurrence reads; time step, which is final, and rate are in state arithmetic."""
 
     x_NHP: Tensor
     dt_NH: Tensor
@@ -83,6 +83,7 @@ class Mamba2Mixer(RecurrentMixer):
 
     def prefill(self, x_LD: Tensor, inputs: PrefillInputs, memory: MixerMemory) -> Tensor:
         gate, xbc_LC, dt_LH = self._project(x_LD)
+        # Not widened: kernels may multiply bfloat16, at twice the rate of floats.
         operands = self._operands(self.weights.conv.prefill(self.kernels, xbc_LC, inputs, memory), dt_LH)
         pool = memory.tensors[STATE]
         y_LHP, states_RHPS = self.kernels.mamba2_chunked(*operands, pool[inputs.working_slots_S], inputs.layout)
@@ -91,13 +92,13 @@ class Mamba2Mixer(RecurrentMixer):
 
     def decode(self, x_BD: Tensor, inputs: DecodeInputs, memory: MixerMemory) -> Tensor:
         gate, xbc_BC, dt_BH = self._project(x_BD)
-        operands = self._operands(self.weights.conv.decode(self.kernels, xbc_BC, inputs, memory), dt_BH)
+        operands = self._operands(_widened(self.weights.conv.decode(self.kernels, xbc_BC, inputs, memory)), dt_BH)
         y_BHP = self.kernels.mamba2_step(*operands, memory.tensors[STATE], inputs.working_slots_B)
         return self._output(y_BHP, operands.x_NHP, gate, x_BD.dtype)
 
     def verify(self, x_ND: Tensor, inputs: VerifyInputs, memory: MixerMemory, rollback: Rollback) -> Tensor:
         gate, xbc_NC, dt_NH = self._project(x_ND)
-        operands = self._operands(self.weights.conv.verify(self.kernels, xbc_NC, inputs, memory), dt_NH)
+        operands = self._operands(_widened(self.weights.conv.verify(self.kernels, xbc_NC, inputs, memory)), dt_NH)
         to_trees = "(b t) ... -> b t ..."
         x_BTHP, dt_BTH, b_BTGS, c_BTGS = (
             rearrange(operand, to_trees, t=inputs.num_nodes)
@@ -124,7 +125,7 @@ class Mamba2Mixer(RecurrentMixer):
         spec, weights = self.spec, self.weights
         dtype = state_dtype_for(xbc_NC)
         num_x, num_b = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_dim
-        x, b, c = xbc_NC.to(dtype).split([num_x, num_b, num_b], dim=-1)
+        x, b, c = xbc_NC.split([num_x, num_b, num_b], dim=-1)
         dt_NH = softplus(dt_NH.to(dtype) + weights.time_step_bias_H.to(dtype))
         return _Operands(
             x_NHP=rearrange(x, "n (h p) -> n h p", h=spec.num_heads),
@@ -136,7 +137,8 @@ class Mamba2Mixer(RecurrentMixer):
 
     def _output(self, y_NHP: Tensor, x_NHP: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
         spec = self.spec
-        y_NHP = y_NHP + self.weights.skip_H.to(y_NHP.dtype)[:, None] * x_NHP
+        skip_H = self.weights.skip_H.to(state_dtype_for(y_NHP))
+        y_NHP = y_NHP + skip_H[:, None] * x_NHP
         normed = gated_rms_norm(
             rearrange(y_NHP, "n h p -> n (h p)"),
             gate,
@@ -147,3 +149,7 @@ class Mamba2Mixer(RecurrentMixer):
             group_size=spec.num_heads * spec.head_dim // spec.num_groups,
         )
         return self.kernels.linear(normed.to(dtype), *self.weights.output)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(state_dtype_for(x))
