@@ -59,8 +59,9 @@ template <class X, class C>
 inline void weigh_taps(const X* const* taps, int64_t num_taps, const C* weight_WD, bool has_bias, int64_t count,
                        C* total_D, X* y_D) {
   if (num_taps == 4) return weigh_fixed_taps<4>(taps, weight_WD, has_bias, count, y_D);
-  std::fill_n(total_D, count, C{0});
-  for (int64_t tap = 0; tap < num_taps; ++tap) {
+#pragma omp simd
+  for (int64_t d = 0; d < count; ++d) total_D[d] = load<C>(taps[0][d]) * weight_WD[d];  // 0 plus -0 would be 0
+  for (int64_t tap = 1; tap < num_taps; ++tap) {
     const X* x_D = taps[tap];
     const C* weight_D = weight_WD + tap * count;
 #pragma omp simd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -132,3 +132,16 @@ def test_a_fold_keeps_the_dtype_of_the_pool(pool_dtype: torch.dtype):
     x_BTD = torch.randn(1, 2, 5, dtype=torch.bfloat16)
     conv_fold(pool, torch.tensor([1]), torch.tensor([1]), x_BTD, path_to_ends([[0, 0]], [1]))
     assert torch.equal(pool[1], torch.cat([torch.zeros(1, 5, dtype=pool_dtype), x_BTD[0].to(pool_dtype)]))
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
+def test_windows_of_another_dtype_are_rounded_as_steps_round_them(pool_dtype: torch.dtype):
+    x_dtype = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}[pool_dtype]
+    case = make_case([[0, 0, 1, 2, 1]], dtype=x_dtype)
+    case = replace(case, pool=torch.randn(case.pool.shape, generator=torch.Generator().manual_seed(0)).to(pool_dtype))
+    y_BTD, windows_BTWD = case.expected()
+    assert same_bits(case.verify(), y_BTD)
+    for end in (0, 3):  # with inputs of the window before, and without
+        pool = case.pool.clone()
+        conv_fold(pool, case.slots_B, case.slots_B, case.x_BTD, path_to_ends(case.parents, [end]))
+        assert same_bits(pool[case.slots_B], windows_BTWD[:, end].to(pool_dtype))

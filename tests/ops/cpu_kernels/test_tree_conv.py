@@ -108,6 +108,42 @@ def test_a_fault_of_a_node_reaches_its_descendants_only() -> None:
     assert faulty[reached_BT].isnan().all()
 
 
+@pytest.mark.parametrize("num_taps", [1, 3, 4])
+def test_a_sum_of_negative_zeros_is_negative(num_taps: int) -> None:
+    case = make_case("random", 4, F32, num_taps, channels=20)
+    case = replace(case, x_BTD=torch.zeros_like(case.x_BTD), weight_DW=-case.weight_DW.abs(), bias_D=None)
+    case.window_pool[case.slots_B] = 0.0
+    y_BTD, plain_y_BTD = outputs(tree_twins.conv_tree, case), outputs(plain.conv_tree, case)
+    assert plain_y_BTD.signbit().all()
+    assert same_bits(without_padding(y_BTD), without_padding(plain_y_BTD))
+
+
+def spread(x: Tensor) -> Tensor:
+    """The same integers, each axis strided, with some that are no node, slot or count in between."""
+    wide = x.new_full([2 * size + 1 for size in x.shape], -1)
+    view = wide[tuple(slice(1, None, 2) for _ in x.shape)]
+    view.copy_(x)
+    return view
+
+
+def test_strides_of_slots_trees_and_paths_do_not_matter() -> None:
+    case = make_case("random", 7, F32, channels=20)
+    y_BTD, windows = outputs(tree_twins.conv_tree, case), case.fold(tree_twins.conv_fold, case.slots_B)
+    neighbour = torch.full_like(case.window_pool, math.nan)
+    strided = replace(
+        case,
+        window_pool=torch.stack([neighbour, case.window_pool], dim=1)[:, 1],
+        slots_B=spread(case.slots_B),
+        tree=case.tree._replace(parents_BT=spread(case.tree.parents_BT)),
+        path=AcceptedPath(*map(spread, case.path)),
+    )
+    assert same_bits(outputs(tree_twins.conv_tree, strided), y_BTD)
+    both = torch.stack([neighbour, case.window_pool], dim=1)
+    tree_twins.conv_fold(both[:, 1], strided.slots_B, strided.slots_B, strided.x_BTD, strided.path)
+    assert same_bits(both[:, 1], windows)
+    assert both[:, 0].isnan().all()
+
+
 def test_strides_and_threads_do_not_matter(use_threads) -> None:
     case = make_case("random", 7, BF16, channels=300)
     y_BTD, windows = outputs(tree_twins.conv_tree, case), case.fold(tree_twins.conv_fold, case.slots_B)
@@ -129,6 +165,7 @@ def test_strides_and_threads_do_not_matter(use_threads) -> None:
         (lambda case: replace(case, slots_B=case.slots_B + 7), "which is no slot of a pool of 7"),
         (lambda case: replace(case, window_pool=case.window_pool.mT.contiguous().mT), "must be contiguous behind"),
         (lambda case: replace(case, x_BTD=case.x_BTD[:, :-1]), "must have size"),
+        (lambda case: make_case("random", 5, F32, num_taps=65), "has 65 taps, more than 64"),
         (
             lambda case: replace(case, tree=case.tree._replace(parents_BT=case.tree.parents_BT + 1)),
             "which is no node before it",
@@ -138,6 +175,14 @@ def test_strides_and_threads_do_not_matter(use_threads) -> None:
 def test_what_does_not_fit_is_refused(change, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         outputs(tree_twins.conv_tree, change(make_case("random", 5, F32)))
+
+
+def test_a_pool_whose_windows_are_not_contiguous_is_refused() -> None:
+    case = make_case("random", 5, F32)
+    pool = case.window_pool.mT.contiguous().mT
+    with pytest.raises(ValueError, match="must be contiguous behind"):
+        tree_twins.conv_fold(pool, case.slots_B, case.slots_B, case.x_BTD, case.path)
+    assert same_bits(pool, case.window_pool)
 
 
 def test_a_window_that_rows_would_share_is_refused() -> None:
