@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,10 @@ from hybrid_runtime.ops.kda import kda_chunked, kda_step
 from hybrid_runtime.ops.kda_tree import kda_fold, kda_tree, kda_tree_states
 from hybrid_runtime.ops.mamba2 import mamba2_chunked, mamba2_step
 from hybrid_runtime.ops.mamba2_tree import mamba2_fold, mamba2_tree, mamba2_tree_states
-from hybrid_runtime.ops.moe import moe_feed_forward
+from hybrid_runtime.ops.moe import moe_feed_forward, moe_feed_forward_gathered, moe_feed_forward_grouped
 from hybrid_runtime.ops.tree_attention import tree_attention, tree_mla
 
+_GROUPED_ALIGNMENT = 8  # elements of bfloat16: 16 bytes, of which rows must be a multiple
 TensorOp = Callable[..., Tensor]
 PairOp = Callable[..., tuple[Tensor, Tensor]]
 PoolOp = Callable[..., None]
@@ -57,6 +59,7 @@ class Kernels:
     prefill_mla: TensorOp
     decode_mla: TensorOp
     moe_feed_forward: TensorOp
+    moe_feed_forward_fixed: TensorOp  # the same, with shapes that no routing changes
     draw_tokens: TensorOp
     conv_tree: TensorOp
     conv_fold: PoolOp
@@ -95,6 +98,7 @@ REFERENCE = Kernels(
     prefill_mla=prefill_mla,
     decode_mla=decode_mla,
     moe_feed_forward=moe_feed_forward,
+    moe_feed_forward_fixed=moe_feed_forward_gathered,
     draw_tokens=draw_tokens,
     conv_tree=conv_tree,
     conv_fold=conv_fold,
@@ -201,6 +205,7 @@ def compiled_kernels(device: torch.device) -> Kernels:
         decode_latents=triton_kernels.decode_latents,
         decode_mla=triton_kernels.decode_mla,
         draw_tokens=triton_kernels.draw_tokens,
+        moe_feed_forward_fixed=_moe_feed_forward_on_cuda,
     )
 
 
@@ -216,6 +221,15 @@ def wait_for_kernels(device: torch.device, *, trees: bool) -> None:
         cpu_kernels.ensure_built()
         if trees:
             ensure_trees_built()
+
+
+def _moe_feed_forward_on_cuda(x_LD: Tensor, *others: Any) -> Tensor:
+    """For the tokens of a verify: gathering the experts of each, they would write gigabytes per layer."""
+    has_grouped_products = x_LD.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_LD.device)[0] >= 9
+    *_, down_EDF, _ = others
+    is_aligned = all(size % _GROUPED_ALIGNMENT == 0 for size in down_EDF.shape[1:])
+    form = moe_feed_forward_grouped if has_grouped_products and is_aligned else moe_feed_forward_gathered
+    return form(x_LD, *others)
 
 
 def _pack_on_cpu(weights: Sequence[Tensor]) -> list[Tensor | None]:

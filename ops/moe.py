@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from einops import einsum, rearrange, reduce
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import grouped_mm, linear
 
 from hybrid_runtime.ops.ragged import state_dtype_for
 
@@ -118,6 +118,31 @@ def moe_feed_forward_gathered(
     gate_LKF, up_LKF = einsum(gate_up_weight[expert_ids_LK], x_LD, "l k f d, l d -> l k f").chunk(2, dim=-1)
     y_LKD = einsum(down_weight[expert_ids_LK], activation(gate_LKF) * up_LKF, "l k d f, l k f -> l k d")
     return _weighted_sum(y_LKD, expert_weights_LK)
+
+
+def moe_feed_forward_grouped(
+    x_LD: Tensor,
+    expert_ids_LK: Tensor,
+    expert_weights_LK: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Same contract as `moe_feed_forward` with shapes that do not depend on the routing, for captured verifies.
+
+    One product for all experts, over tokens sorted by expert (`torch.nn.functional.grouped_mm`), reads the weights of
+    each expert that is chosen once; nothing waits for counts. On CUDA it needs bfloat16 and compute capability 9.0:
+    otherwise torch loops over experts, and waits.
+    """
+    num_choices, num_experts = expert_ids_LK.shape[1], gate_up_weight.shape[0]
+    flat_ids = expert_ids_LK.flatten()
+    order = flat_ids.argsort(stable=True)
+    ends_E = (flat_ids[:, None] <= torch.arange(num_experts, device=flat_ids.device)).sum(0, dtype=torch.int32)
+    gate_up = grouped_mm(x_LD[order // num_choices], gate_up_weight.mT, offs=ends_E)
+    gate, up = gate_up.chunk(2, dim=-1)
+    y_sorted = grouped_mm(activation(gate) * up, down_weight.mT, offs=ends_E)
+    y_flat = torch.empty_like(y_sorted).index_copy(0, order, y_sorted)
+    return _weighted_sum(rearrange(y_flat, "(l k) d -> l k d", k=num_choices), expert_weights_LK)
 
 
 def _weighted_sum(y_LKD: Tensor, expert_weights_LK: Tensor) -> Tensor:

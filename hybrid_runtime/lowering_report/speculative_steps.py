@@ -35,24 +35,21 @@ from hybrid_runtime.speculative_config import DEFAULT_TREE_SIZE
 RECORD_ROWS = 257  # prime, as `PoolArgument` asks
 
 
-def speculative_steps(
-    architecture: str, model: HybridModel, memory: StepMemory, rollback_name: str = "fold", trial: Trial | None = None
-) -> Iterator[Step]:
+def speculative_steps(architecture: str, model: HybridModel, memory: StepMemory, trial: Trial) -> Iterator[Step]:
     """Verifies and commits of trees of `DEFAULT_TREE_SIZE` nodes. The number of rows is dynamic, that of nodes is not.
 
-    `memory` has no records yet.
+    `memory` has no records yet. `trial`: of both.
     """
-    rollback = ROLLBACKS[rollback_name]
+    rollback = ROLLBACKS["fold"]
     layers = model.record_layers(DEFAULT_TREE_SIZE, rollback)
     records = RecordPlan(layers, RECORD_ROWS, rollback.shared_records).allocate(torch.device("cuda"))
     memory = StepMemory(memory.kv_layers, memory.state_layers, memory.req_to_token, records)
-    suffix = "" if rollback_name == "fold" else f" by {rollback_name}"
-    yield from _verify_steps(f"{architecture} verify{suffix}", model, memory, rollback, trial)
-    yield from _commit_steps(f"{architecture} commit{suffix}", model, memory, rollback)
+    yield from _verify_steps(f"{architecture} verify", model, memory, rollback, trial)
+    yield from _commit_steps(f"{architecture} commit", model, memory, rollback)
 
 
 def _verify_steps(
-    name: str, model: HybridModel, memory: StepMemory, rollback: Rollback, trial: Trial | None
+    name: str, model: HybridModel, memory: StepMemory, rollback: Rollback, trial: Trial
 ) -> Iterator[Step]:
     inputs, last_token_R = _verify_inputs(), indices(BATCH + 1)
     num_nodes = BATCH * inputs.num_nodes

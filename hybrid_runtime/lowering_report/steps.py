@@ -30,7 +30,7 @@ from hybrid_runtime.lowering_report.fake_inputs import (
 )
 from hybrid_runtime.lowering_report.models import build_model
 from hybrid_runtime.lowering_report.speculative_steps import speculative_steps
-from hybrid_runtime.lowering_report.trial import decode_trial
+from hybrid_runtime.lowering_report.trial import decode_trial, round_trial
 from hybrid_runtime.memory.pools import Pool
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.ops.kernels import compiled_kernels
@@ -44,7 +44,7 @@ def steps_of(architecture: str) -> list[Step]:
 
     Numbers of rows and tokens are dynamic, as the engine has them, so that one graph serves every batch.
     """
-    trial = decode_trial(architecture)
+    trial, trial_round = decode_trial(architecture), round_trial(architecture)
     with FakeTensorMode():
         model = build_model(architecture, "cuda", torch.bfloat16)
         model = model.with_kernels(compiled_kernels(model.device))
@@ -54,7 +54,7 @@ def steps_of(architecture: str) -> list[Step]:
         return [
             *_decode_steps(f"{architecture} decode", model, memory, trial),
             *_prefill_steps(f"{architecture} prefill", model, memory),
-            *speculative_steps(architecture, model, memory),
+            *speculative_steps(architecture, model, memory, trial_round),
         ]
 
 

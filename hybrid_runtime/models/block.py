@@ -86,6 +86,11 @@ class FeedForwardSublayer:
         update_ND = self.feed_forward.decode(apply_norm(x_ND, self.norm, self.norm_D))
         return x_ND + scale(update_ND, self.residual_multiplier)
 
+    def verify(self, x_ND: Tensor) -> Tensor:
+        """The residual stream behind the feed-forward."""
+        update_ND = self.feed_forward.verify(apply_norm(x_ND, self.norm, self.norm_D))
+        return x_ND + scale(update_ND, self.residual_multiplier)
+
 
 class Block:
     """Executes a `BlockSpec`. It owns no memory, so one block may stand at several depths."""
@@ -115,7 +120,7 @@ class Block:
         """The residual stream behind this depth; writes KV of the nodes, and records."""
         if self.mixing is not None:
             x_ND = self.mixing.verify(x_ND, inputs, memories, rollback)
-        return x_ND if self.feed_forward is None else self.feed_forward.decode(x_ND)
+        return x_ND if self.feed_forward is None else self.feed_forward.verify(x_ND)
 
 
 def _verify(mixer: Mixer, x_ND: Tensor, inputs: VerifyInputs, memory: MixerMemory, rollback: Rollback) -> Tensor:

@@ -37,6 +37,10 @@ class FeedForward(ABC):
         assert self.has_one_form
         return self.prefill(x_ND)
 
+    def verify(self, x_ND: Tensor) -> Tensor:
+        """Output `[N, D]` for the nodes of draft trees: as `decode`, in a form for more tokens if there is one."""
+        return self.decode(x_ND)
+
 
 class GatedMlp(FeedForward):
     def __init__(self, weights: GatedMlpWeights, kernels: Kernels) -> None:
@@ -66,6 +70,12 @@ class MixtureOfExperts(FeedForward):
 
     def decode(self, x_ND: Tensor) -> Tensor:
         routed_ND = moe_feed_forward_gathered(
+            x_ND, *self._route(x_ND), self.weights.gate_up_EFD, self.weights.down_EDF, silu
+        )
+        return self._add_shared(x_ND, routed_ND)
+
+    def verify(self, x_ND: Tensor) -> Tensor:
+        routed_ND = self.kernels.moe_feed_forward_fixed(
             x_ND, *self._route(x_ND), self.weights.gate_up_EFD, self.weights.down_EDF, silu
         )
         return self._add_shared(x_ND, routed_ND)

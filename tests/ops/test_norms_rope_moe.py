@@ -22,6 +22,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 from hybrid_runtime.ops.moe import (
     moe_feed_forward,
     moe_feed_forward_gathered,
+    moe_feed_forward_grouped,
     sigmoid_group_router,
     softmax_topk_router,
 )
@@ -241,13 +242,14 @@ def plain_experts(x_LD: Tensor, ids_LK: Tensor, weights_LK: Tensor, gate_up: Ten
 
 
 @st.composite
-def expert_calls(draw: st.DrawFn) -> tuple[Tensor, ...]:
+def expert_calls(draw: st.DrawFn, expert_dim: int = 3) -> tuple[Tensor, ...]:
     """Operands of `moe_feed_forward` in float64; few experts or many, so that some have no token and some have all."""
     num_tokens, num_experts, seed = draw(st.integers(1, 12)), draw(st.integers(1, 9)), draw(st.integers(0, 2**32))
     top_k = draw(st.integers(1, num_experts))
     ids_LK = normal(num_tokens, num_experts, seed=seed).argsort(-1)[:, :top_k]
     weights_LK = normal(num_tokens, top_k, seed=seed + 1).abs()
-    gate_up, down = normal(num_experts, 2 * 3, 8, seed=seed + 2) / 3, normal(num_experts, 8, 3, seed=seed + 3) / 2
+    gate_up = normal(num_experts, 2 * expert_dim, 8, seed=seed + 2) / 3
+    down = normal(num_experts, 8, expert_dim, seed=seed + 3) / 2
     return normal(num_tokens, 8, seed=seed + 4), ids_LK, weights_LK, gate_up, down
 
 
@@ -274,6 +276,18 @@ def test_experts_are_the_plain_loop_in_float64(form: Form, call: tuple[Tensor, .
 @settings(max_examples=40, deadline=None)
 def test_experts_keep_the_error_budget(form: Form, dtype: torch.dtype, call: tuple[Tensor, ...]) -> None:
     """Both round at the same places; the floor of 1 eps allows for another order of the sums inside the products."""
+    assert_experts_keep_the_budget(form, dtype, call)
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+@given(call=expert_calls(expert_dim=8))
+@settings(max_examples=40, deadline=None)
+def test_grouped_experts_keep_the_error_budget(dtype: torch.dtype, call: tuple[Tensor, ...]) -> None:
+    """Rows of weights are 16 bytes or a multiple, as torch asks."""
+    assert_experts_keep_the_budget(moe_feed_forward_grouped, dtype, call)
+
+
+def assert_experts_keep_the_budget(form: Form, dtype: torch.dtype, call: tuple[Tensor, ...]) -> None:
     call = cast(call, dtype)
     exact_LD = plain_experts(*cast(call, torch.float64))
     result_LD = form(*call, silu)
@@ -309,6 +323,6 @@ def test_experts_are_transformers() -> None:
     ids_LK, weights_LK = softmax_topk_router(logits_LE, 2, normalize=False, softmax_before_topk=False)
     with torch.no_grad():
         expected_LD = experts(x_LD, ids_LK, weights_LK)
-        for form in (moe_feed_forward, moe_feed_forward_gathered):
+        for form in (moe_feed_forward, moe_feed_forward_gathered, moe_feed_forward_grouped):
             result_LD = form(x_LD, ids_LK, weights_LK, experts.gate_up_proj, experts.down_proj, silu)
             torch.testing.assert_close(result_LD, expected_LD, rtol=1e-5, atol=1e-6)
