@@ -206,6 +206,8 @@ def compiled_kernels(device: torch.device) -> Kernels:
         decode_mla=triton_kernels.decode_mla,
         draw_tokens=triton_kernels.draw_tokens,
         moe_feed_forward_fixed=_moe_feed_forward_on_cuda,
+        tree_attention=triton_kernels.tree_attention,
+        tree_mla=triton_kernels.tree_mla,
     )
 
 

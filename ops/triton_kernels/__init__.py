@@ -11,6 +11,7 @@ from hybrid_runtime.ops.triton_kernels.delta_rule import gdn_step, kda_step
 from hybrid_runtime.ops.triton_kernels.draw import draw_tokens
 from hybrid_runtime.ops.triton_kernels.mamba2 import mamba2_step
 from hybrid_runtime.ops.triton_kernels.slot_copies import SlotTable, clear_slots, copy_slots
+from hybrid_runtime.ops.triton_kernels.tree_attention import tree_attention, tree_mla
 
 __all__ = [
     "SlotTable",
@@ -24,4 +25,6 @@ __all__ = [
     "gdn_step",
     "kda_step",
     "mamba2_step",
+    "tree_attention",
+    "tree_mla",
 ]

@@ -52,7 +52,7 @@ def decode_attention(
     value once (once for each 32 query heads that share it; 16, for wide operands) and keeps `S H (V + 1)` partial
     numbers of a row.
     """
-    return _attend(
+    return attend(
         q_BHD,
         k_pool,
         v_pool,
@@ -80,7 +80,7 @@ def decode_latents(
 ) -> Tensor:
     """Attention of all heads over one latent per token, `[slots + 1, C]`: the weighted sums of latents `[B, H, R]`."""
     pool_U1C = latent_pool[:, None]
-    return _attend(
+    return attend(
         q_BHC,
         pool_U1C,
         pool_U1C,
@@ -206,7 +206,7 @@ class _Problem:
         }
 
 
-def _attend(
+def attend(
     q_BHD: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
@@ -218,8 +218,13 @@ def _attend(
     scale: float,
     window: int | None,
     extra_dim: int,
+    nodes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Both launches. `q_BHD` has all of a key's channels, the extra ones too."""
+    """Both launches. `q_BHD` has all of a key's channels, the extra ones too.
+
+    `nodes`: what the queries see besides the context, which may be empty then: results `[B, H, V]` and logarithms of
+    sums `[B, H]`, in state arithmetic.
+    """
     for pool in (k_pool, v_pool):
         assert pool.is_contiguous()
     assert req_to_token.stride(1) == 1
@@ -241,7 +246,7 @@ def _attend(
     log_sum_BHS = torch.empty(shape, dtype=dtype, device=q_BHD.device)
     context = (req_to_token, request_rows_B.contiguous(), context_lens_B)
     _launch_splits(problem, q_BHD, (k_pool, v_pool), context, (partial_BHSV, log_sum_BHS), scale)
-    return _launch_combination(problem, partial_BHSV, log_sum_BHS, context_lens_B, q_BHD.dtype)
+    return _launch_combination(problem, partial_BHSV, log_sum_BHS, context_lens_B, nodes, q_BHD.dtype)
 
 
 def _launch_splits(
@@ -280,8 +285,14 @@ def _launch_splits(
 
 
 def _launch_combination(
-    problem: _Problem, partial_BHSV: Tensor, log_sum_BHS: Tensor, context_lens_B: Tensor, dtype: torch.dtype
+    problem: _Problem,
+    partial_BHSV: Tensor,
+    log_sum_BHS: Tensor,
+    context_lens_B: Tensor,
+    nodes: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
 ) -> Tensor:
+    node_BHV, node_log_sum_BH = (partial_BHSV, log_sum_BHS) if nodes is None else nodes  # where there are none: unread
     value_dim, block_s = problem.value_dim, triton.next_power_of_2(problem.num_splits)
     o_BHV = torch.empty(problem.num_rows, problem.num_heads, value_dim, dtype=dtype, device=partial_BHSV.device)
     block_v = min(triton.next_power_of_2(value_dim), max(1, COMBINE_ELEMENTS // block_s))
@@ -289,7 +300,10 @@ def _launch_combination(
         partial_BHSV,
         log_sum_BHS,
         context_lens_B,
+        node_BHV,
+        node_log_sum_BH,
         o_BHV,
+        HAS_NODES=nodes is not None,
         BLOCK_S=block_s,
         BLOCK_V=block_v,
         num_warps=4,

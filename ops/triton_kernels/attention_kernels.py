@@ -15,7 +15,7 @@ def _split_bounds(context_len, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, M
     first = 0
     if WINDOW is not None:
         first = tl.maximum(context_len - WINDOW, 0)
-    blocks = tl.cdiv(context_len - first, MIN_SPLIT_TOKENS)
+    blocks = tl.maximum(tl.cdiv(context_len - first, MIN_SPLIT_TOKENS), 1)  # of an empty context, too: it has no split
     return first, tl.cdiv(blocks, NUM_SPLITS) * MIN_SPLIT_TOKENS
 
 
@@ -133,7 +133,10 @@ def combine_kernel(
     partial_ptr,
     log_sum_ptr,
     context_lens_ptr,
+    node_partial_ptr,
+    node_log_sum_ptr,
     o_ptr,
+    HAS_NODES: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -142,7 +145,10 @@ def combine_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (v block, head, row): the mean of the row's splits, weighted by the sums of their softmaxes."""
+    """Program (v block, head, row): the mean of the row's splits, weighted by the sums of their softmaxes.
+
+    With HAS_NODES, that of one part more, which is not of the context, and may be all there is.
+    """
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens_ptr + row)
@@ -153,9 +159,20 @@ def combine_kernel(
     is_split_S = s < tl.cdiv(context_len - first, split_len)
     place_S = (row * NUM_HEADS + head) * NUM_SPLITS + s
     log_sum_S = tl.load(log_sum_ptr + place_S, mask=is_split_S, other=-float("inf"))
-    weight_S = tl.exp(log_sum_S - tl.max(log_sum_S, axis=0))
-    weight_S = weight_S / tl.sum(weight_S, axis=0)
+    largest = tl.max(log_sum_S, axis=0)
+    if HAS_NODES:
+        node_log_sum = tl.load(node_log_sum_ptr + row * NUM_HEADS + head)
+        largest = tl.maximum(largest, node_log_sum)
+    weight_S = tl.exp(log_sum_S - largest)
+    sum_of_weights = tl.sum(weight_S, axis=0)
+    if HAS_NODES:
+        node_weight = tl.exp(node_log_sum - largest)
+        sum_of_weights += node_weight
+    weight_S = weight_S / sum_of_weights
     is_own_SV = is_split_S[:, None] & is_v[None, :]
     partial_SV = tl.load(partial_ptr + place_S[:, None] * VALUE_DIM + v[None, :], mask=is_own_SV, other=0.0)
     o_V = tl.sum(weight_S[:, None] * partial_SV, axis=0)
+    if HAS_NODES:
+        node_V = tl.load(node_partial_ptr + (row * NUM_HEADS + head) * VALUE_DIM + v, mask=is_v, other=0.0)
+        o_V += (node_weight / sum_of_weights) * node_V
     tl.store(o_ptr + (row * NUM_HEADS + head) * VALUE_DIM + v, o_V.to(o_ptr.dtype.element_ty), mask=is_v)

@@ -15,7 +15,7 @@ from tests.gpu.report import Details, NotHere
 
 ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = ROOT / "tests" / "ops" / "triton_kernels" / "interpreted"
-KERNEL_FILES = ("state_updates.py", "short_conv.py", "slot_copies.py", "decode.py")
+KERNEL_FILES = ("state_updates.py", "short_conv.py", "slot_copies.py", "decode.py", "trees.py")
 ENGINE_TESTS = {
     "tests/engine/test_equivalences.py": "",
     "tests/engine/test_host_cache.py": "(batches or too_small or preempted or reset) and not file",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "interpreted"
 ROOT = Path(__file__).parents[3]
-FILES = ["state_updates.py", "short_conv.py", "slot_copies.py", "decode.py", "draw.py"]
+FILES = ["state_updates.py", "short_conv.py", "slot_copies.py", "decode.py", "trees.py", "draw.py"]
 
 
 def test_kernels_in_the_interpreter() -> None:
