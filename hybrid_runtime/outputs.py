@@ -50,7 +50,8 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_draft_rounds: int = 0  # verifies of a draft
     num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0  # of the drafted ones
+    num_accepted_tokens: int = 0  # of the drafted ones; as in SpeculationStats
+    num_lost_states: int = 0  # times that states behind a verify could not be written; from 3 on it decodes plainly
 
     @property
     def time_in_queue(self) -> float | None:
@@ -175,18 +176,23 @@ class SchedulerStats:
     num_preemptions: int = 0
     num_steps: int = 0
     num_prefill_tokens: int = 0  # computed, not skipped
-    num_decode_tokens: int = 0  # computed, the wasted ones included
+    num_decode_tokens: int = 0  # computed, the wasted ones included; of verifies what they delivered
     num_wasted_rows: int = 0  # decode rows of requests that, with overlap, turned out to have ended one step before
 
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """Of all verifies since the start: each row yields one token more than it accepts."""
+    """Of all verifies since the start.
+
+    Each row delivers one token more than it accepts. What the model agreed to behind the end of a request was never
+    delivered and does not count; nor does the token that ends it, since that one is never computed.
+    """
 
     num_verified_rows: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # of the drafted ones
     num_failed_drafts: int = 0  # steps whose drafter raised or answered nonsense
+    num_failed_commits: int = 0  # verifies behind which states could not be written, so that they are computed anew
     record_bytes: int = 0  # of what verifies note down, part of the memory plan
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,7 @@ class Commits:
         self._device = device
         self._is_lazy = is_lazy
         self._pending: dict[int, Commit] = {}  # by rows of the request table
+        self.num_failures = 0
         self._lost: set[int] = set()  # rows whose states may be half written: that was begun and has not ended
 
     def add(self, commits: Sequence[Commit]) -> None:
@@ -51,10 +53,8 @@ class Commits:
         lost.
         """
         if not self._is_lazy:
-            try:
+            with suppress(Exception):  # the model's
                 self._write(commits)
-            except Exception as error:  # the model's
-                _LOGGER.error("states behind accepted drafts could not be written", exc_info=error)
             return
         for commit in commits:
             if len(commit.nodes):
@@ -62,7 +62,7 @@ class Commits:
                 self._pending[commit.request_row] = commit
 
     def catch_up(self) -> None:
-        """Writes what is pending. Every step does so before it reads states, and whoever gives one away.
+        """Writes what is pending. Whoever schedules does so before a step reads states, and whoever gives one away.
 
         What the steps raise gets out; the rows that were pending are lost then.
         """
@@ -91,7 +91,13 @@ class Commits:
     def _write(self, commits: Sequence[Commit]) -> None:
         rows = {commit.request_row for commit in commits if len(commit.nodes)}
         self._lost |= rows
-        self._run_all(commits)
+        try:
+            self._run_all(commits)
+        except Exception as error:  # the model's
+            self.num_failures += 1
+            if self.num_failures == 1:
+                _LOGGER.error("states behind accepted drafts could not be written, now or again later", exc_info=error)
+            raise
         self._lost -= rows
 
     def _run_all(self, commits: Sequence[Commit]) -> None:

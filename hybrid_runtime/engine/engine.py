@@ -10,15 +10,15 @@ from typing import TypeVar
 
 from hybrid_runtime.cache.results import Checkpoint
 from hybrid_runtime.engine.completion import Stop
+from hybrid_runtime.engine.delivery import Delivery
 from hybrid_runtime.engine.launching import DirectLauncher, FlyingStep, StepLauncher
 from hybrid_runtime.engine.memory import EngineMemory
 from hybrid_runtime.engine.ranges import Range
 from hybrid_runtime.engine.request_group import RequestGroup
-from hybrid_runtime.engine.results import ForwardResult, RankedLogprobs, SampledToken, ScoredToken
+from hybrid_runtime.engine.results import ForwardResult
 from hybrid_runtime.engine.runner import ModelRunner
 from hybrid_runtime.engine.verdicts import Verdicts
 from hybrid_runtime.errors import ReentrantCallError
-from hybrid_runtime.outputs import TokenLogprobs, token_logprobs
 from hybrid_runtime.scheduling.request import Request, RequestStatus
 from hybrid_runtime.scheduling.scheduler import ScheduledStep, Scheduler
 from hybrid_runtime.text.detokenizer import TokenDecoder
@@ -66,21 +66,19 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.memory = memory
-        self.tokenizer = tokenizer
         self.debug_checks = debug_checks
         self.launcher = launcher or DirectLauncher(runner)
         self.max_in_flight = 2 if overlaps else 1
         self.in_flight: deque[Flight] = deque()  # the next to land comes first
         if memory.tier is not None:
             memory.tier.before_restore = self.launcher.finish
-        self.groups: dict[str, RequestGroup] = {}  # unfinished
-        self.progressed: dict[str, RequestGroup] = {}  # those with something new; whoever delivers them removes them
+        self.delivery = Delivery(scheduler, tokenizer)
+        self.groups, self.progressed = self.delivery.groups, self.delivery.progressed
         self.num_steps = 0
-        self.num_finished = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
         self.num_wasted_rows = 0  # of requests that turned out to have ended with the step before
-        self.verdicts = Verdicts(scheduler, runner)
+        self.verdicts = Verdicts(scheduler, runner, self.delivery)
         self._is_settled = True  # False: the bookkeeping is half done, now or since an exception got out of it
         self._is_busy = False
         self._put_off: list[RequestGroup] = []  # to abort when the step that runs is over
@@ -115,7 +113,7 @@ class Engine:
                 self._land_all()
             for request in group.unfinished_requests:
                 self.scheduler.finish(request)
-                self._end(request, Stop("abort"))
+                self.delivery.end(request, Stop("abort"))
 
         self._do("abort()", work)
 
@@ -296,7 +294,7 @@ class Engine:
             group.restore()
             for request in group.unfinished_requests:
                 self.scheduler.add(request)
-            self._note_progress(group)
+            self.delivery.note_progress(group)
 
     def _apply(self, step: ScheduledStep, results: list[ForwardResult]) -> None:
         invalid = frozenset(request for result in results for request in result.invalid)
@@ -312,21 +310,15 @@ class Engine:
             if row.checkpoint is not None and row.checkpoint.origin != "track":
                 self._apply_checkpoints(row.request, (row.checkpoint,), is_valid=row.request not in invalid)
         for result in results:
-            tokens: list[ScoredToken | SampledToken] = [*result.scored, *result.sampled]
+            for scored in result.scored:
+                self.delivery.append(scored)
+            for sampled in result.sampled:
+                self.delivery.append(sampled)
             if result.verified is not None:
-                verified = self.verdicts.apply(result.verified, invalid)
-                self.num_decode_tokens += len(verified)
-                tokens += verified
-            for token in tokens:
-                # A tokenizer may fail on a token: that must not take the other requests down either.
-                try:
-                    self._append(token)
-                except Exception as error:  # the tokenizer's
-                    _LOGGER.error("a token of request %s failed", token.request.request_id, exc_info=error)
-                    self._drop(token.request, f"{type(error).__name__}: {error}")
+                self.num_decode_tokens += self.verdicts.apply(result.verified, invalid)
         for request in invalid:
             if request.status is RequestStatus.RUNNING:
-                self._drop(request, "the model's logits are not finite numbers (NaN or infinity)")
+                self.delivery.drop(request, "the model's logits are not finite numbers (NaN or infinity)")
             else:
                 self.scheduler.drop(request)
         for request in step.requests:
@@ -340,7 +332,7 @@ class Engine:
         is_computed = request.is_prefill_only and request.num_landed_tokens == request.num_tokens
         if is_computed and request.status is RequestStatus.RUNNING:
             self.scheduler.finish(request)
-            self._end(request, Stop("length"))
+            self.delivery.end(request, Stop("length"))
 
     def _apply_checkpoints(self, request: Request, checkpoints: tuple[Checkpoint, ...], *, is_valid: bool) -> None:
         if not checkpoints:
@@ -350,30 +342,11 @@ class Engine:
         else:
             self.memory.supply.release_states(checkpoint.state_slot for checkpoint in checkpoints)
 
-    def _append(self, token: SampledToken | ScoredToken) -> None:
-        request = token.request
-        if request.status is not RequestStatus.RUNNING:
-            return  # it ended with the step before, or an earlier token of this one failed
-        group = self.groups[request.request_id]
-        logprobs = None if token.logprobs is None else self._logprobs_entry(token.token_id, token.logprobs)
-        if isinstance(token, ScoredToken):
-            assert logprobs is not None
-            group.add_prompt_logprobs([logprobs])
-            request.num_prompt_logits_read += 1
-            return
-        if not token.is_kept:
-            request.tokens.append(token.token_id)
-        stop = group.add_token(request.sample_index, token.token_id, logprobs)
-        self.progressed[group.request_id] = group
-        if stop is not None:
-            self.scheduler.finish(request)
-            self._note_progress(group)
-
     def _note_failure(self, step: ScheduledStep, error: BaseException) -> None:
         """After a failed forward: if it held one request, that is the culprit."""
         _LOGGER.error("a forward over %d requests failed", len(step.requests), exc_info=error)
         if len(step.requests) == 1 and step.requests[0].status is RequestStatus.WAITING:
-            self._drop(step.requests[0], f"{type(error).__name__}: {error}")
+            self.delivery.drop(step.requests[0], f"{type(error).__name__}: {error}")
 
     def _give_up_waiting(self) -> None:
         """After a step that can't do anything: ends the request for which there is no room, though nothing runs.
@@ -382,36 +355,10 @@ class Engine:
         """
         assert not self.scheduler.running
         request, supply = next(iter(self.scheduler.waiting)), self.memory.supply
-        self._drop(
+        self.delivery.drop(
             request,
             f"PoolExhausted: nothing runs, and still there is no room for {request.num_tokens} tokens: "
             f"{supply.kv.num_free} of {supply.kv.num_slots} KV slots and {supply.states.num_free} of "
             f"{supply.states.num_slots} state slots are free, {supply.cache.num_evictable_kv} and "
             f"{supply.cache.num_evictable_states} evictable",
         )
-
-    def _drop(self, request: Request, message: str) -> None:
-        """Ends a request with an error; nothing of it is kept."""
-        self.scheduler.drop(request)
-        self._end(request, Stop("error", message))
-
-    def _end(self, request: Request, stop: Stop) -> None:
-        group = self.groups[request.request_id]
-        group.end(request.sample_index, stop)
-        self._note_progress(group)
-
-    def _note_progress(self, group: RequestGroup) -> None:
-        self.progressed[group.request_id] = group
-        if group.finished:
-            del self.groups[group.request_id]
-            self.num_finished += 1
-
-    def _logprobs_entry(self, token_id: int, logprobs: RankedLogprobs) -> TokenLogprobs:
-        decode = None if self.tokenizer is None else self._decode_token
-        return token_logprobs(
-            token_id, logprobs.logprob, logprobs.rank, logprobs.top_ids, logprobs.top_logprobs, decode
-        )
-
-    def _decode_token(self, token_id: int) -> str:
-        assert self.tokenizer is not None
-        return self.tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -128,5 +128,6 @@ class RequestGroup:
                 num_draft_rounds=sum(budget.num_rounds for budget in self._draft_budgets),
                 num_drafted_tokens=sum(budget.num_drafted_tokens for budget in self._draft_budgets),
                 num_accepted_tokens=sum(budget.num_accepted_tokens for budget in self._draft_budgets),
+                num_lost_states=sum(request.num_lost_states for request in self.requests),
             ),
         )

@@ -30,7 +30,6 @@ class SampledToken:
     request: Request
     token_id: int
     logprobs: RankedLogprobs | None
-    is_kept: bool = False  # whether it is among the request's tokens already
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class ScoredToken:
 
 @dataclass
 class SpeculationCounts:
-    """Of all verifies since the start; tokens are drafted ones, without roots."""
+    """Of all verifies since the start; tokens are drafted ones, without roots. Who accepts some delivers one more."""
 
     num_rows: int = 0
     num_drafted_tokens: int = 0

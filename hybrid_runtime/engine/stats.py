@@ -41,7 +41,7 @@ def collect_stats(engine: Engine) -> RuntimeStats:
         scheduler=SchedulerStats(
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
-            num_finished=engine.num_finished,
+            num_finished=engine.delivery.num_finished,
             num_preemptions=scheduler.num_preemptions,
             num_steps=engine.num_steps,
             num_prefill_tokens=engine.num_prefill_tokens,
@@ -60,6 +60,7 @@ def _speculation_stats(engine: Engine, drafting: Drafting) -> SpeculationStats:
         num_drafted_tokens=counts.num_drafted_tokens,
         num_accepted_tokens=counts.num_accepted_tokens,
         num_failed_drafts=drafting.num_failures,
+        num_failed_commits=engine.runner.commits.num_failures,
         record_bytes=engine.memory.record_bytes,
     )
 

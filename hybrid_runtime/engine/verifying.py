@@ -74,7 +74,7 @@ class LaunchedVerify:
         for place, request in enumerate(self.prepared.requests):
             nodes = np.array(paths[place], dtype=np.int64)
             tokens = chosen_BT[place, nodes].tolist()
-            sampled = [SampledToken(request, *pair, is_kept=True) for pair in zip(tokens, logprobs[place], strict=True)]
+            sampled = [SampledToken(request, *pair) for pair in zip(tokens, logprobs[place], strict=True)]
             rows.append(VerifiedRow(request, nodes, int(batch.num_nodes_B[place]) - 1, sampled))
         return ForwardResult([], [], invalid, VerifiedBatch(tuple(rows), self.outputs.hidden_ND))
 

@@ -51,7 +51,7 @@ class Drafting:
             if self.num_failures == 1:
                 _LOGGER.error("a drafter failed; requests go on without drafts where it does", exc_info=error)
             return dict.fromkeys(requests, _NO_DRAFT)
-        return {r: self._within_slots(r, draft) for r, draft in zip(requests, drafts, strict=True)}
+        return self._within_slots(dict(zip(requests, drafts, strict=True)))
 
     def note(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Takes in how a draft fared; both counts are without the root."""
@@ -68,22 +68,23 @@ class Drafting:
             limit = min(limit, request.draft_budget.limit if request.draft_budget.is_due else 0)
         return max(0, limit)
 
-    def _within_slots(self, request: Request, draft: Draft) -> Draft:
-        """The beginning of a draft that there are KV slots for. It has them afterwards."""
-        num_owned = request.resident.num_kv_slots - request.num_computed_tokens - 1
+    def _within_slots(self, drafts: Mapping[Request, Draft]) -> Mapping[Request, Draft]:
+        """The beginnings of drafts that there are KV slots for. They have them afterwards."""
         supply = self.residency.supply
-        num_nodes = len(draft)
-        if num_nodes > num_owned:
-            available = supply.kv.num_free + supply.cache.num_evictable_kv
-            num_taken = min(num_nodes - num_owned, available)
-            try:
-                self.residency.extend(request, supply.take_kv(num_taken))
-            except PoolExhausted:  # what counts as evictable may be less together
-                num_taken = 0
-            num_nodes = num_owned + num_taken
-        if num_nodes == len(draft):
-            return draft
-        return Draft(draft.token_ids[:num_nodes], draft.parents[:num_nodes])
+        num_left = supply.kv.num_free + supply.cache.num_evictable_kv
+        found: dict[Request, Draft] = {}
+        for request, draft in drafts.items():
+            fits = len(draft) <= num_left
+            found[request] = draft if fits else Draft(draft.token_ids[:num_left], draft.parents[:num_left])
+            num_left -= len(found[request])
+        try:
+            slots = supply.take_kv(sum(map(len, found.values())))
+        except PoolExhausted:  # what counts as evictable may be less together
+            return dict.fromkeys(drafts, _NO_DRAFT)
+        for request, draft in found.items():
+            self.residency.extend(request, slots[: len(draft)])
+            slots = slots[len(draft) :]
+        return found
 
 
 def _read_only(tokens: Int32Array) -> Int32Array:

@@ -14,6 +14,9 @@ from hybrid_runtime.memory.slots import StateSlot
 from hybrid_runtime.sampling_params import SamplingParams
 from hybrid_runtime.speculative.adaptive import DraftBudget
 
+MAX_LOST_STATES = 3
+"""After so many losses a request decodes plainly: each has it compute again what the cache does not hold of it."""
+
 
 class RequestStatus(Enum):
     WAITING = "waiting"  # owns nothing
@@ -145,6 +148,7 @@ class Request:
     alone_until: int = 0  # a forward that would have computed this many tokens failed: run alone up to there
     is_verifying: bool = False  # a step in flight verifies a draft of it, and will say how many tokens it computes
     draft_budget: DraftBudget | None = None  # of a runtime that speculates, from its first round on
+    num_lost_states: int = 0  # times that its states could not be written behind accepted drafts
 
     def __post_init__(self) -> None:
         params = self.params
@@ -213,6 +217,11 @@ class Request:
     @property
     def runs_alone(self) -> bool:
         return self.num_landed_tokens < self.alone_until
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether its states could be written behind drafts, but for fewer than `MAX_LOST_STATES` times."""
+        return self.num_lost_states < MAX_LOST_STATES
 
     @property
     def matchable_tokens(self) -> NDArray[np.int32]:

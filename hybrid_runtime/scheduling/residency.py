@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from hybrid_runtime.scheduling.host_tier import HostTier
 from hybrid_runtime.scheduling.lookups import LookupCounts, describe_lookup
 from hybrid_runtime.scheduling.paths import evictable_at
 from hybrid_runtime.scheduling.placement import CheckpointPolicy, due_in_prompt
-from hybrid_runtime.scheduling.request import Request, RequestStatus, Residence
+from hybrid_runtime.scheduling.request import MAX_LOST_STATES, Request, RequestStatus, Residence
 from hybrid_runtime.scheduling.supply import SlotSupply
 
 _LOGGER = logging.getLogger(__name__)
@@ -126,17 +126,22 @@ class Residency:
         for residence in residences:
             residence.num_kv_slots += 1
 
-    def order_kv(self, request: Request, nodes: NDArray[np.int64], num_nodes: int) -> None:
-        """After a verify of a tree of `num_nodes` nodes: the accepted ones' KV slots come first, in path order.
+    def keep_kv(self, paths: Sequence[tuple[Request, NDArray[np.int64]]]) -> None:
+        """After a verify: the KV slots of the accepted nodes stay, in path order, and the other nodes' are free again.
 
-        The node slots are those from the first token on that is not computed. The others stay the request's, for what
-        it verifies next.
+        The nodes' slots are those from the first token on that is not computed. A path has a root at least.
         """
-        residence, first = request.resident, request.num_computed_tokens
-        slots = self.table.slots[residence.row, first : first + num_nodes].copy()
-        is_rejected = np.ones(num_nodes, dtype=bool)
-        is_rejected[nodes] = False
-        self.table.write(residence.row, first, np.concatenate([slots[nodes], slots[is_rejected]]))
+        rejected = [NO_TOKENS]
+        for request, nodes in paths:
+            residence, first = request.resident, request.num_computed_tokens
+            slots = self.table.slots[residence.row, first : residence.num_kv_slots].copy()
+            is_rejected = np.ones(len(slots), dtype=bool)
+            is_rejected[nodes] = False
+            if nodes[-1] >= len(nodes):  # else they are the first ones: their numbers grow along the path
+                self.table.write(residence.row, first, slots[nodes])
+            residence.num_kv_slots = first + len(nodes)
+            rejected.append(slots[is_rejected])
+        self.supply.release_kv(np.concatenate(rejected)[::-1])  # to be handed out in their order
 
     def take_checkpoint_slot(self, origin: str) -> StateSlot | None:
         """A state slot for a checkpoint that is due; None, and counted as skipped, if none is available."""
@@ -204,7 +209,9 @@ class Residency:
         flight may work on it.
         """
         residence = request.resident
-        if not self.enabled or not self._catch_up(request):
+        if self.enabled:
+            self.catch_up()
+        if not self.enabled or self.has_lost_state(request):
             self.vacate(request)
             return
         assert request.num_computed_tokens > 0, "it was admitted and has not run: its working slot holds nothing"
@@ -223,6 +230,8 @@ class Residency:
     def vacate(self, request: Request) -> None:
         """Moves a request out and leaves nothing of its own: for a working slot that is not worth or fit to keep."""
         if self.lagging is not None:
+            if self.has_lost_state(request):
+                self._note_loss(request)
             self.lagging.forget(request.resident.row)
         self.supply.release_states(request.resident.state_slots)
         self._move_out(request, first_own=request.resident.protected_length)
@@ -231,14 +240,20 @@ class Residency:
         """Whether the working slot of a request that runs is not what it should be: it has to be vacated."""
         return self.lagging is not None and self.lagging.is_lost(request.resident.row)
 
-    def _catch_up(self, request: Request) -> bool:
-        """Brings working slots up to date; whether that of the request is."""
+    def catch_up(self) -> None:
+        """Brings working slots up to date. Those of which that fails are lost."""
         if self.lagging is not None:
-            try:
+            with suppress(Exception):  # the model's
                 self.lagging.catch_up()
-            except Exception as error:  # the model's
-                _LOGGER.error("states behind accepted drafts could not be written", exc_info=error)
-        return not self.has_lost_state(request)
+
+    def _note_loss(self, request: Request) -> None:
+        request.num_lost_states += 1
+        if request.num_lost_states == MAX_LOST_STATES:
+            _LOGGER.warning(
+                "request %s speculates no more: %d times its states could not be written",
+                request.request_id,
+                MAX_LOST_STATES,
+            )
 
     def _lookup_key(self, request: Request) -> NDArray[np.int32]:
         return request.matchable_tokens if self.enabled else NO_TOKENS

@@ -138,7 +138,7 @@ class Scheduler:
         While some request has to run alone (a forward with it among others failed), steps hold one such request and
         nothing else, unless none of them can be admitted beside what is resident.
         """
-        self._requeue_lost()
+        self._catch_up()
         self._suspects = [r for r in self._suspects if r.runs_alone and r.status is not RequestStatus.FINISHED]
         if not self._suspects:
             self._supply_decode_slots(self.running)
@@ -195,13 +195,9 @@ class Scheduler:
         self._move_out(request, request.parting_origin)
 
     def preempt(self, request: Request) -> None:
-        """Sends a running request back to the queue. What it computed stays in the tree, to resume from.
-
-        That brings the working slots of all requests up to date, which may fail for some.
-        """
+        """Sends a running request back to the queue. What it computed stays in the tree, to resume from."""
         self.running.remove(request)
         self.residency.donate(request, "final")
-        self._requeue_lost()
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.add(request)
@@ -252,13 +248,14 @@ class Scheduler:
         return ScheduledStep(admissions, prefill, decode, verify)
 
     def _verify_rows(self, decoding: Sequence[Request]) -> tuple[VerifyRow, ...]:
-        """Those of the decoding requests that have an output token and are not done with the next one.
+        """Those of the decoding requests that have an output token, are not done with the next one and may speculate.
 
         Without any draft none of them: a decode costs less.
         """
         if self.drafting is None:
             return ()
-        able = [r for r in decoding if r.num_computed_tokens >= r.tokens.prompt_len and not r.is_prefill_only]
+        able = [r for r in decoding if r.may_speculate and r.num_computed_tokens >= r.tokens.prompt_len]
+        able = [r for r in able if not r.is_prefill_only]
         drafts = self.drafting(able) if able else {}
         if not any(len(draft) for draft in drafts.values()):
             for request in able:
@@ -346,8 +343,9 @@ class Scheduler:
         slot = self.residency.take_checkpoint_slot(origin)
         return DecodeRow(request, position, None if slot is None else Checkpoint(length, slot, origin))
 
-    def _requeue_lost(self) -> None:
-        """Requests whose working slots could not be brought up to date must not run on them."""
+    def _catch_up(self) -> None:
+        """Brings working slots up to date. Requests of which that fails, or failed, must not run on them."""
+        self.residency.catch_up()
         for request in [request for request in self.running if self.residency.has_lost_state(request)]:
             self._requeue(request)
 

@@ -87,11 +87,10 @@ def _request_lines(memory: EngineMemory, request: Request, commits: Commits) -> 
     residence = request.resident
     row = memory.table.slots[residence.row, : residence.num_kv_slots].tolist()
     tracked, num_computed = request.tracked, request.num_computed_tokens
-    end = num_computed if len(row) > request.num_tokens else len(row)  # those behind are of nodes that were rejected
-    shared, own, spare = row[: residence.protected_length], row[residence.protected_length : end], row[end:]
+    shared, own = row[: residence.protected_length], row[residence.protected_length :]
     num_pending = commits.num_pending(residence.row)
     yield f"  row {residence.row}: {_name(request)}, {num_computed} of {request.num_tokens} tokens computed"
-    slots = [" ".join(map(str, part)) for part in (shared, own, spare) if part is not spare or spare]
+    slots = [" ".join(map(str, part)) for part in (shared, own)]
     yield f"    KV slots      {' | '.join(slots)}"
     pending = f"; {num_pending} more to be replayed" if num_pending else ""
     yield f"    working slot  {residence.working_slot}, the state after {num_computed - num_pending} tokens{pending}"

@@ -85,7 +85,7 @@ POINTS: dict[str, tuple[type, str]] = {
     "between verify and commit": (LaunchedVerify, "wait"),
     "amid the commit": (HybridModel, "commit"),
     "amid the verdicts": (Verdicts, "_keep"),
-    "amid the KV slots": (Residency, "order_kv"),
+    "amid the KV slots": (Residency, "keep_kv"),
     "catching up": (Commits, "catch_up"),
     "amid the verify": (HybridModel, "verify_stream"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,17 +65,15 @@ def test_drafts_take_only_kv_slots_that_nobody_else_has(truth: list[RequestOutpu
 
     real, num_cut = Drafting._within_slots, 0
 
-    def watched(self: Drafting, request: Any, draft: Draft) -> Draft:
+    def watched(self: Drafting, drafts: Mapping[Any, Draft]) -> Mapping[Any, Draft]:
         nonlocal num_cut
-        supply, residence = self.residency.supply, request.resident
+        supply = self.residency.supply
         before = supply.kv.num_free + supply.cache.num_evictable_kv
-        num_held = residence.num_kv_slots
-        cut = real(self, request, draft)
-        taken = residence.num_kv_slots - num_held
-        assert 0 <= taken <= before
-        assert residence.num_kv_slots >= request.num_computed_tokens + 1 + len(cut)
-        assert taken == 0 or residence.num_kv_slots == request.num_computed_tokens + 1 + len(cut)
-        num_cut += len(cut) < len(draft)
+        cut = real(self, drafts)
+        assert sum(map(len, cut.values())) == min(before, sum(map(len, drafts.values())))
+        for request, draft in cut.items():
+            assert request.resident.num_kv_slots == request.num_tokens + len(draft)
+            num_cut += len(draft) < len(drafts[request])
         return cut
 
     monkeypatch.setattr(Drafting, "_within_slots", watched)
@@ -84,6 +82,33 @@ def test_drafts_take_only_kv_slots_that_nobody_else_has(truth: list[RequestOutpu
         assert_content(rt)
         assert_idle(rt)
     assert num_cut > 0
+
+
+def test_rejected_drafts_keep_nobody_waiting(truth: list[RequestOutput]) -> None:
+    """Two fit in only as long as neither holds more than its text: 14 and 16 slots when the second ends. A third waits
+    until then, and no longer.
+    """
+    counts = (20, 8, 4)
+    params = [dataclasses.replace(LONG, max_tokens=count) for count in counts]
+    options: dict[str, Any] = {"num_kv_slots": 31, "max_model_len": 30, "enable_prefix_cache": False}
+    num_steps = []
+    for drafter in (None, scripted(truth, kinds=(WRONG,))):
+        make = plain(NAME, **options) if drafter is None else speculating(NAME, drafter, **options)
+        with make as rt:
+            ids = [rt.add_request(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
+            found: dict[str, RequestOutput] = {}
+            while rt.has_unfinished:
+                found |= {output.request_id: output for output in rt.step()}
+                for request in rt._engine.scheduler.running:
+                    assert request.resident.num_kv_slots <= request.num_tokens
+            for request_id, expected, count in zip(ids, truth, counts, strict=True):
+                assert found[request_id].outputs[0].token_ids == expected.outputs[0].token_ids[:count]
+            stats = rt.stats()
+            assert stats.scheduler.num_preemptions == 0
+            assert drafter is None or (stats.speculation and stats.speculation.num_drafted_tokens > 20)
+            num_steps.append(stats.scheduler.num_steps)
+            assert_idle(rt)
+    assert num_steps[0] == num_steps[1]
 
 
 # Bad drafters.

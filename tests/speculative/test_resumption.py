@@ -79,32 +79,34 @@ def test_who_goes_on_resumes_from_the_end_and_from_the_last_boundary(
 
 
 @pytest.mark.parametrize("num_output", [2, 5, 6, 9])
-def test_behind_a_stop_string_inside_an_accepted_run(truth: tuple[str, list[int]], num_output: int) -> None:
-    """What was accepted behind the stop is in the cache, not in the output."""
+def test_a_stop_string_inside_an_accepted_run_leaves_what_plain_decoding_leaves(
+    truth: tuple[str, list[int]], num_output: int
+) -> None:
+    """Nothing that was accepted behind it is kept or counted, and the next turn resumes at the stop."""
     name, text = truth
-    rollback = rollback_for(name, num_output)
     stop = chr(0x400 + text[len(PROMPT) + num_output - 1])
-    first = text.index(ord(stop) - 0x400, len(PROMPT))
-    with speculating(
-        name, ScriptedDrafter([text], kinds=(RIGHT,)), rollback, track_interval=3, tokenizer=Letters()
-    ) as rt:
+    num_tokens = text.index(ord(stop) - 0x400, len(PROMPT)) + 1
+    turn = [*text[:num_tokens], 3, 4]
+    options: dict[str, Any] = {"track_interval": 3, "tokenizer": Letters()}
+    with plain(name, enable_prefix_cache=True, **options) as alone:
+        run(alone, PROMPT, NUM_TOKENS, stop=[stop])
+        expected_states = states_of(alone)
+        expected = run(alone, turn, 3)
+    rollback, drafter = rollback_for(name, num_output), ScriptedDrafter([text], kinds=(RIGHT,))
+    with speculating(name, drafter, rollback, **options) as rt:
         output = run(rt, PROMPT, NUM_TOKENS, stop=[stop])
         assert output.outputs[0].finish_reason == "stop"
-        assert list(output.outputs[0].token_ids) == text[len(PROMPT) : first + 1]
-        lengths = states_of(rt)
-        end = max(lengths)
-        assert end >= first
-        assert lengths[end] == "final"
-        [leaf] = [node for node in rt.prefix_cache.nodes() if not node.children]
-        assert rt.prefix_cache.path_tokens(leaf).tolist() == text[:end]
-        assert_content(rt)
-        again = run(rt, text[: end + 1], 3)
-        assert again.num_cached_tokens == end
-        assert list(again.outputs[0].token_ids) == text[end + 1 : end + 4]
-        turn = run(rt, [*text[: first + 1], 3, 4], 3)
-        assert turn.num_cached_tokens == max(length for length in lengths if length <= first + 1)
-        with plain(name) as alone:
-            assert run(alone, [*text[: first + 1], 3, 4], 3).outputs[0].token_ids == turn.outputs[0].token_ids
+        assert list(output.outputs[0].token_ids) == text[len(PROMPT) : num_tokens]
+        assert states_of(rt) == expected_states
+        speculation = rt.stats().speculation
+        assert speculation is not None
+        num_delivered = speculation.num_verified_rows + speculation.num_accepted_tokens
+        assert num_delivered == num_tokens - len(PROMPT) - 1  # the first is the prefill's
+        assert output.metrics.num_accepted_tokens == speculation.num_accepted_tokens
+        assert rt.stats().scheduler.num_decode_tokens == num_delivered
+        again = run(rt, turn, 3)
+        assert again.num_cached_tokens == expected.num_cached_tokens == num_tokens - 1
+        assert again.outputs[0].token_ids == expected.outputs[0].token_ids
         assert_content(rt)
         assert_idle(rt)
 

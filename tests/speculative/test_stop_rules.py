@@ -35,12 +35,13 @@ def text_of(name: str) -> list[list[int]]:
         return texts_of(rt.generate(PROMPTS, **LONG))
 
 
-def assert_ends_alike(name: str, rollback: str, params: list[SamplingParams], **options: Any) -> list[Any]:
-    with plain(name, tokenizer=Letters(), **options) as rt:
+def assert_ends_alike(name: str, rollback: str, params: list[SamplingParams], **changes: Any) -> list[Any]:
+    options = {"tokenizer": Letters(), **changes}
+    with plain(name, **options) as rt:
         outputs = rt.generate(PROMPTS, params)
         expected = outcomes(outputs)
     drafter = ScriptedDrafter(text_of(name) + texts_of(outputs), seed=1, kinds=(RIGHT, RIGHT, PARTLY))
-    with speculating(name, drafter, rollback, tokenizer=Letters(), **options) as rt:
+    with speculating(name, drafter, rollback, **options) as rt:
         found = outcomes(rt.generate(PROMPTS, params))
         assert found == expected
         assert num_accepted(rt) > 0 or max(len(output.outputs[0].token_ids) for output in outputs) < 4
@@ -109,3 +110,25 @@ def test_the_models_own_end_of_text(
     params = [SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=ignore_eos)] * 3
     samples = assert_ends_alike(name, rollback, params)
     assert ("stop" in [sample[2] for sample in samples]) == (not ignore_eos)
+
+
+class Illiterate(Letters):
+    """Fails on one token."""
+
+    def __init__(self, token_id: int) -> None:
+        self._token_id = token_id
+
+    def decode(self, token_ids: list[int], **options: bool) -> str:
+        if self._token_id in token_ids:
+            raise ValueError("planted")
+        return super().decode(token_ids, **options)
+
+
+@models
+@pytest.mark.parametrize("place", [3, 6])
+def test_a_token_that_cannot_be_decoded(name: str, rollback: str, place: int) -> None:
+    """It ends its request inside an accepted run, with an error, and none of the others."""
+    bad = text_of(name)[0][len(PROMPTS[0]) + place]
+    params = [SamplingParams(**LONG)] * 3
+    samples = assert_ends_alike(name, rollback, params, tokenizer=Illiterate(bad))
+    assert "error" in [sample[2] for sample in samples]
