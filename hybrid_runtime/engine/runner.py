@@ -26,15 +26,15 @@ from hybrid_runtime.engine.results import (
     rank_logprobs,
 )
 from hybrid_runtime.engine.speculation import SpeculationPlan
+from hybrid_runtime.engine.step_runners import commit_runner, decode_runner, verify_runner
 from hybrid_runtime.engine.steps import EagerSteps, StepOutputs, Steps, VerifyOutputs
 from hybrid_runtime.engine.verify_batch import PreparedVerify
 from hybrid_runtime.engine.verifying import LaunchedVerify
 from hybrid_runtime.graphs.commit_runner import CommitRunner
-from hybrid_runtime.graphs.decode_runner import MODEL_FIELDS, DecodeRunner
+from hybrid_runtime.graphs.decode_runner import MODEL_FIELDS
 from hybrid_runtime.graphs.read_back import ReadBack
-from hybrid_runtime.graphs.step_graphs import batch_buckets
 from hybrid_runtime.graphs.step_inputs import CommitInputs, draw_inputs
-from hybrid_runtime.graphs.verify_runner import VerifyRunner, verify_buckets
+from hybrid_runtime.graphs.verify_runner import VerifyRunner
 from hybrid_runtime.models.hybrid_model import HybridModel
 from hybrid_runtime.ops.ragged import DEFAULT_CHUNK_SIZE
 from hybrid_runtime.sampling import GatheredLogprobs, SamplingInputs, gather_logprobs, sample
@@ -118,17 +118,14 @@ class ModelRunner:
         is_lazy = self.speculative is not None and self.speculative.rollback.is_lazy
         # Paths are handed over on the host: the runner of commits is who takes them to the device.
         self.commits = Commits(self._run_commit, torch.device("cpu"), is_lazy=is_lazy)
-        capture = self.steps.can_be_captured
-        self._decode_runner = DecodeRunner(
-            self.steps.decode,
-            max_batch=num_rows - 1,
-            max_context_len=self.steps.max_context_len,
-            device=model.device,
-            buckets=batch_buckets(num_rows - 1) if capture else None,
-            capture=capture,
-        )
-        self._verify_runner = None if self.speculative is None else self._make_verify_runner(num_rows - 1)
-        self._commit_runner = None if self.speculative is None else self._make_commit_runner(num_rows - 1)
+        max_batch, device = num_rows - 1, model.device
+        self._decode_runner = decode_runner(self.steps, max_batch, device)
+        self._verify_runner: VerifyRunner | None = None
+        self._commit_runner: CommitRunner | None = None
+        if self.speculative is not None:
+            sizes = (self.steps, self.speculative, max_batch, device)
+            self._verify_runner = verify_runner(lambda inputs, draw: self.steps.verify(inputs, draw), *sizes)
+            self._commit_runner = commit_runner(lambda inputs: self.steps.commit(inputs), *sizes)
 
     def prepare(self, step: ScheduledStep) -> PreparedStep:
         """Everything that the device needs for a step. Host only; reads requests and table, which may change then."""
@@ -234,31 +231,6 @@ class ModelRunner:
         assert self._commit_runner is not None
         with self._autocast_off():
             self._commit_runner.run(inputs)
-
-    def _make_verify_runner(self, max_batch: int) -> VerifyRunner:
-        assert self.speculative is not None
-        capture = self.steps.can_be_captured
-        return VerifyRunner(
-            lambda inputs, draw: self.steps.verify(inputs, draw),
-            max_batch=max_batch,
-            num_nodes=self.speculative.num_nodes,
-            max_context_len=self.steps.max_context_len,
-            device=self.model.device,
-            buckets=verify_buckets(max_batch) if capture else None,
-            capture=capture,
-        )
-
-    def _make_commit_runner(self, max_batch: int) -> CommitRunner:
-        assert self.speculative is not None
-        capture = self.steps.can_be_captured and not self.speculative.rollback.is_lazy
-        return CommitRunner(
-            lambda inputs: self.steps.commit(inputs),
-            max_batch=max_batch,
-            num_nodes=self.speculative.num_nodes,
-            device=self.model.device,
-            buckets=verify_buckets(max_batch) if capture else None,
-            capture=capture,
-        )
 
     def _choose(
         self,
