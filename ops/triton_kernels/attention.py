@@ -190,10 +190,18 @@ class _Problem:
         return _Tiling.of(num_channels, self.block_heads, is_narrow=self.is_narrow)
 
     @property
+    def max_splits(self) -> int:
+        """Of a row, in a batch of any size."""
+        return min(MAX_SPLITS, triton.cdiv(self.num_visible, MIN_SPLIT_TOKENS))
+
+    @property
     def num_splits(self) -> int:
-        """Of every row, however long it is."""
-        wanted = triton.cdiv(self.tiling.programs * NUM_PROCESSORS, max(1, self.num_rows * self.num_head_blocks))
-        return min(MAX_SPLITS, wanted, triton.cdiv(self.num_visible, MIN_SPLIT_TOKENS))
+        """Of every row, however long it is. Where the number of rows is dynamic, so is this: no kernel may have been
+        compiled for that of some example, and no comparison decides which term it is."""
+        wanted = triton.cdiv(
+            self.tiling.programs * NUM_PROCESSORS, torch.sym_max(1, self.num_rows * self.num_head_blocks)
+        )
+        return torch.sym_min(self.max_splits, wanted)
 
     def constants(self) -> dict[str, int | None]:
         """What both kernels are compiled for."""
@@ -201,7 +209,6 @@ class _Problem:
             "WINDOW": self.window,
             "NUM_HEADS": self.num_heads,
             "VALUE_DIM": self.value_dim,
-            "NUM_SPLITS": self.num_splits,
             "MIN_SPLIT_TOKENS": MIN_SPLIT_TOKENS,
         }
 
@@ -266,6 +273,7 @@ def _launch_splits(
         *partial,
         q_BHD.stride(0),
         context[0].stride(0),
+        problem.num_splits,
         SCALE=scale,
         NUM_GROUPS=problem.num_groups,
         KEY_DIM=problem.key_dim,
@@ -293,7 +301,7 @@ def _launch_combination(
     dtype: torch.dtype,
 ) -> Tensor:
     node_BHV, node_log_sum_BH = (partial_BHSV, log_sum_BHS) if nodes is None else nodes  # where there are none: unread
-    value_dim, block_s = problem.value_dim, triton.next_power_of_2(problem.num_splits)
+    value_dim, block_s = problem.value_dim, triton.next_power_of_2(problem.max_splits)
     o_BHV = torch.empty(problem.num_rows, problem.num_heads, value_dim, dtype=dtype, device=partial_BHSV.device)
     block_v = min(triton.next_power_of_2(value_dim), max(1, COMBINE_ELEMENTS // block_s))
     wrap_triton(combine_kernel)[triton.cdiv(value_dim, block_v), problem.num_heads, problem.num_rows](
@@ -303,6 +311,7 @@ def _launch_combination(
         node_BHV,
         node_log_sum_BH,
         o_BHV,
+        problem.num_splits,
         HAS_NODES=nodes is not None,
         BLOCK_S=block_s,
         BLOCK_V=block_v,

@@ -10,13 +10,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _split_bounds(context_len, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_SPLIT_TOKENS: tl.constexpr):
+def _split_bounds(context_len, num_splits, WINDOW: tl.constexpr, MIN_SPLIT_TOKENS: tl.constexpr):
     """First visible position of a row, and tokens of each of its splits but the last."""
     first = 0
     if WINDOW is not None:
         first = tl.maximum(context_len - WINDOW, 0)
     blocks = tl.maximum(tl.cdiv(context_len - first, MIN_SPLIT_TOKENS), 1)  # of an empty context, too: it has no split
-    return first, tl.cdiv(blocks, NUM_SPLITS) * MIN_SPLIT_TOKENS
+    return first, tl.cdiv(blocks, num_splits) * MIN_SPLIT_TOKENS
 
 
 @triton.jit
@@ -49,6 +49,7 @@ def split_kernel(
     log_sum_ptr,
     q_stride,
     table_stride,
+    num_splits,
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -57,7 +58,6 @@ def split_kernel(
     EXTRA_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEYS_ARE_VALUES: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     MIN_SPLIT_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -74,7 +74,7 @@ def split_kernel(
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens_ptr + row)
-    first, split_len = _split_bounds(context_len, WINDOW, NUM_SPLITS, MIN_SPLIT_TOKENS)
+    first, split_len = _split_bounds(context_len, num_splits, WINDOW, MIN_SPLIT_TOKENS)
     start = first + split * split_len
     if start >= context_len:
         return
@@ -122,7 +122,7 @@ def split_kernel(
         o_MV = o_MV * kept_M[:, None] + _weigh(weight_MT, v_TV, NARROW, dtype)
         largest_M = new_largest_M
 
-    place_M = (row * NUM_HEADS + head_M) * NUM_SPLITS + split
+    place_M = (row * NUM_HEADS + head_M) * num_splits + split
     is_value_MV = is_head_M1 & (v < VALUE_DIM)
     tl.store(partial_ptr + place_M[:, None] * VALUE_DIM + v, o_MV / sum_M[:, None], mask=is_value_MV)
     tl.store(log_sum_ptr + place_M, largest_M + tl.log(sum_M), mask=m < heads_per_group)
@@ -136,11 +136,11 @@ def combine_kernel(
     node_partial_ptr,
     node_log_sum_ptr,
     o_ptr,
+    num_splits,
     HAS_NODES: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     MIN_SPLIT_TOKENS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -152,12 +152,12 @@ def combine_kernel(
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens_ptr + row)
-    first, split_len = _split_bounds(context_len, WINDOW, NUM_SPLITS, MIN_SPLIT_TOKENS)
+    first, split_len = _split_bounds(context_len, num_splits, WINDOW, MIN_SPLIT_TOKENS)
     s = tl.arange(0, BLOCK_S)
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_v = v < VALUE_DIM
     is_split_S = s < tl.cdiv(context_len - first, split_len)
-    place_S = (row * NUM_HEADS + head) * NUM_SPLITS + s
+    place_S = (row * NUM_HEADS + head) * num_splits + s
     log_sum_S = tl.load(log_sum_ptr + place_S, mask=is_split_S, other=-float("inf"))
     largest = tl.max(log_sum_S, axis=0)
     if HAS_NODES:

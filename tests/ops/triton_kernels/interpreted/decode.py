@@ -210,3 +210,26 @@ def test_the_schemas_name_what_changes() -> None:
     pool = contexts.pool(24, seed=3).float()
     latents = (operands[0], pool, 20, table, *rest)
     torch.library.opcheck(kernels.decode_latents, latents, {"scale": SCALE}, test_utils="test_schema")
+
+
+def test_nothing_that_is_compiled_in_depends_on_the_number_of_rows() -> None:
+    """One compilation serves every batch: what kernels are compiled for must be that of all, what they are given fits
+    it."""
+    few, many = (
+        kernels._Problem(
+            num_rows=num_rows,
+            num_heads=12,
+            num_groups=4,
+            key_dim=128,
+            extra_dim=0,
+            value_dim=128,
+            num_visible=32768,
+            window=None,
+            keys_are_values=False,
+            is_narrow=True,
+        )
+        for num_rows in (1, 64)
+    )
+    assert few.constants() == many.constants()
+    assert few.max_splits == many.max_splits >= few.num_splits > many.num_splits
+    assert "num_splits" not in {name.lower() for name in few.constants()}
