@@ -29,6 +29,7 @@ from hybrid_runtime.scheduling.drafting import Drafting
 from hybrid_runtime.scheduling.placement import CheckpointPolicy
 from hybrid_runtime.scheduling.residency import Residency
 from hybrid_runtime.scheduling.scheduler import Scheduler
+from hybrid_runtime.speculative.draft import Drafter
 from hybrid_runtime.text.detokenizer import TokenDecoder
 
 _LOGGER = logging.getLogger(__name__)
@@ -122,15 +123,9 @@ def build_engine(
 
 
 def _drafting(speculation: SpeculationPlan, runner: ModelRunner, residency: Residency) -> Drafting:
-    assert runner.speculative is not None
     # As the steps: what is compiled is kept, and must not depend on modes that happen to be on around this call.
     with torch.inference_mode(False), torch.autocast(runner.model.device.type, enabled=False):
-        drafter = speculation.make_drafter(
-            runner.model,
-            runner.memory.step_memory,
-            runner.speculative,
-            compiles=isinstance(runner.steps, CompiledSteps),
-        )
+        drafter = _drafter(speculation, runner)
     return Drafting(
         drafter,
         residency,
@@ -138,6 +133,18 @@ def _drafting(speculation: SpeculationPlan, runner: ModelRunner, residency: Resi
         is_adaptive=speculation.config.adaptive,
         vocab_size=runner.model.spec.vocab_size,
     )
+
+
+def _drafter(speculation: SpeculationPlan, runner: ModelRunner) -> Drafter:
+    """Compiled if the steps are. As with these, one that runs eagerly is worth more than none."""
+    assert runner.speculative is not None
+    memory, speculative = runner.memory.step_memory, runner.speculative
+    if isinstance(runner.steps, CompiledSteps):
+        try:
+            return speculation.make_drafter(runner.model, memory, speculative, compiles=True)
+        except Exception as error:
+            _warn_of_eager("drafts", error)
+    return speculation.make_drafter(runner.model.with_kernels(REFERENCE), memory, speculative, compiles=False)
 
 
 def _compilable(model: HybridModel) -> HybridModel | None:
@@ -149,7 +156,7 @@ def _compilable(model: HybridModel) -> HybridModel | None:
         _LOGGER.info("packing weights for %s", model.device)
         return model.with_kernels(kernels)
     except RuntimeError as error:  # no compiler, or one that does not work
-        _warn_of_eager_steps(error)
+        _warn_of_eager("steps", error)
         return None
 
 
@@ -172,13 +179,13 @@ def _compiled_steps(
         try:
             steps = CompiledSteps(model, memory, last_token_R, speculative, report=report)
         except Exception as error:
-            _warn_of_eager_steps(error)
+            _warn_of_eager("steps", error)
             return EagerSteps(model.with_kernels(REFERENCE), memory, last_token_R, speculative)
     _LOGGER.info("compiled in %.1f s", time.perf_counter() - start)
     return steps
 
 
-def _warn_of_eager_steps(error: Exception) -> None:
+def _warn_of_eager(what: str, error: Exception) -> None:
     reason = str(error).strip().partition("\n")[0]
-    _LOGGER.warning("steps are not compiled and run several times slower: %s: %s", type(error).__name__, reason)
-    _LOGGER.info("steps are not compiled", exc_info=error)
+    _LOGGER.warning("%s are not compiled and run several times slower: %s: %s", what, type(error).__name__, reason)
+    _LOGGER.info("%s are not compiled", what, exc_info=error)

@@ -36,7 +36,8 @@ class SpeculationPlan:
     ) -> SpeculationPlan:
         """With the head that the config or the checkpoint's `folder` names, if one is needed.
 
-        Raises FileNotFoundError if it is not there, ValueError if there is no place to look for it or it does not fit.
+        Raises FileNotFoundError if it is not there, ValueError if there is no place to look for it, or if it or `topk`
+        does not fit the model.
         """
         if drafter is not None or config.method != "mtp":
             return cls(config, drafter=drafter)
@@ -45,6 +46,8 @@ class SpeculationPlan:
                 "speculative.method='mtp' needs a head: give speculative.mtp_path, or a checkpoint folder that holds "
                 f"{MTP_FILE}; method='ngram' needs none"
             )
+        if config.topk > model.spec.vocab_size:
+            raise ValueError(f"speculative.topk={config.topk} exceeds the vocabulary of {model.spec.vocab_size} tokens")
         path = Path(config.mtp_path) if config.mtp_path is not None else (folder or Path()) / MTP_FILE
         return cls(config, load_mtp(path, model))
 
