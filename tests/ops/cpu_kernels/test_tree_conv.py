@@ -149,8 +149,10 @@ def test_strides_and_threads_do_not_matter(use_threads) -> None:
     y_BTD, windows = outputs(tree_twins.conv_tree, case), case.fold(tree_twins.conv_fold, case.slots_B)
     assert case.bias_D is not None
     weight_DW, bias_D = poisoned(case.weight_DW), poisoned(case.bias_D)
-    wide = torch.cat([case.x_BTD, torch.full_like(case.x_BTD, math.nan)], dim=2)[..., :300]
-    for x_BTD in (wide, poisoned(case.x_BTD)):
+    neighbour = torch.full_like(case.x_BTD, math.nan)
+    wide = torch.cat([case.x_BTD, neighbour], dim=2)[..., :300]
+    tall = torch.cat([case.x_BTD, neighbour], dim=1)[:, :7]
+    for x_BTD in (wide, tall, poisoned(case.x_BTD)):
         use_threads(2)
         strided = replace(case, x_BTD=x_BTD, weight_DW=weight_DW, bias_D=bias_D)
         assert same_bits(outputs(tree_twins.conv_tree, strided), y_BTD)
@@ -177,6 +179,18 @@ def test_what_does_not_fit_is_refused(change, complaint: str) -> None:
         outputs(tree_twins.conv_tree, change(make_case("random", 5, F32)))
 
 
+@pytest.mark.parametrize(
+    ("nodes", "count", "complaint"), [([0, 5, 0, 0, 0], 2, "is 5, which is no node"), ([0] * 5, 6, "is 6, not in 0..5")]
+)
+def test_a_path_that_is_not_of_the_tree_is_refused(nodes: list[int], count: int, complaint: str) -> None:
+    case = make_case("random", 5, F32)
+    path = AcceptedPath(torch.tensor([nodes] * 3), torch.full((3,), count))
+    before = case.window_pool.clone()
+    with pytest.raises(ValueError, match=complaint):
+        tree_twins.conv_fold(case.window_pool, case.slots_B, case.slots_B, case.x_BTD, path)
+    assert same_bits(case.window_pool, before)
+
+
 def test_a_pool_whose_windows_are_not_contiguous_is_refused() -> None:
     case = make_case("random", 5, F32)
     pool = case.window_pool.mT.contiguous().mT
@@ -185,9 +199,10 @@ def test_a_pool_whose_windows_are_not_contiguous_is_refused() -> None:
     assert same_bits(pool, case.window_pool)
 
 
-def test_a_window_that_rows_would_share_is_refused() -> None:
+@pytest.mark.parametrize("destinations", [[2, 1, 3], [3, 1, 3]])
+def test_a_window_that_rows_would_share_is_refused(destinations: list[int]) -> None:
     case = make_case("random", 5, F32)
     before = case.window_pool.clone()
     with pytest.raises(ValueError, match="is written for row 0 and used by row 2"):
-        tree_twins.conv_fold(case.window_pool, case.slots_B, torch.tensor([2, 1, 3]), case.x_BTD, case.path)
+        tree_twins.conv_fold(case.window_pool, case.slots_B, torch.tensor(destinations), case.x_BTD, case.path)
     assert same_bits(case.window_pool, before)
