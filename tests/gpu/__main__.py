@@ -88,6 +88,8 @@ def _checks(options: argparse.Namespace, device: str, folder: Path) -> Iterator[
         if "launches" in options.only:
             count = partial(launches.one_launch_per_decode_step, model_of(kind), device, options.compile)
             yield f"one graph launch per decode step, {kind}", count
+            count_rounds = partial(launches.two_launches_per_round, model_of(kind), device, options.compile)
+            yield f"two graph launches per speculative round, {kind}", count_rounds
     if "kernels" in options.only:
         yield "kernels equal their twins", partial(programs.kernels_equal_their_twins, device)
     if "engine" in options.only:

@@ -41,9 +41,9 @@ def test_a_dry_run_passes_and_writes_its_report(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     record = json.loads((tmp_path / "check.json").read_text())
     assert {check["status"] for check in record["checks"]} == {"passed"}
-    assert len(record["checks"]) == 15
+    assert len(record["checks"]) == 16
     assert "dry run" in record["device"]
-    assert (tmp_path / "check.md").read_text().count("| passed |") == 15
+    assert (tmp_path / "check.md").read_text().count("| passed |") == 16
 
 
 def test_without_a_gpu_it_says_so() -> None:
