@@ -52,7 +52,7 @@ def test_what_starts_with_a_warm_prompt_hits_all_of_it(
     longer = [*prompt, *random_tokens(rng, 7)]
     with runtime_of(kind, max_num_batched_tokens=budget) as rt:
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "sample", None)
+            patch.setattr(runner, "SampledToken", None)
             rt.warmup(prompt)
         assert not rt.has_unfinished
         assert rt.step() == []
