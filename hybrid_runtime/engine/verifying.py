@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hybrid_runtime.engine.batches import Indices
@@ -51,6 +52,11 @@ def accepted_nodes(
     return path
 
 
+def _num_sound(is_invalid_T: NDArray[np.bool_]) -> int:
+    """How many nodes of a path come before the first whose logits are no numbers: that one is the root of the next."""
+    return int(np.argmax(is_invalid_T)) if is_invalid_T.any() else len(is_invalid_T)
+
+
 @dataclass(frozen=True)
 class LaunchedVerify:
     """The results of a verify, which may still be on their way."""
@@ -65,10 +71,11 @@ class LaunchedVerify:
         batch = self.prepared.batch
         chosen_BT = token_ids_N.numpy().reshape(batch.token_ids_BT.shape)
         is_invalid_BT = is_invalid_N.numpy().reshape(batch.token_ids_BT.shape)
-        paths = self._paths(chosen_BT)
-        invalid = frozenset(
-            request for place, request in enumerate(self.prepared.requests) if is_invalid_BT[place, paths[place]].any()
-        )
+        paths = [
+            path[: _num_sound(is_invalid_T[path])]
+            for path, is_invalid_T in zip(self._paths(chosen_BT), is_invalid_BT, strict=True)
+        ]
+        invalid = frozenset(request for request, path in zip(self.prepared.requests, paths, strict=True) if not path)
         logprobs = self._logprobs(paths)
         rows = []
         for place, request in enumerate(self.prepared.requests):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from hybrid_runtime import HybridRuntime, RequestOutput
+from hybrid_runtime import HybridRuntime, RequestOutput, SamplingParams
 from hybrid_runtime.engine.commits import Commit
 from hybrid_runtime.models.hybrid_model import HybridModel
 from tests.engine.cache_content import assert_content
@@ -19,13 +20,16 @@ from tests.speculative.speculative_runs import (
     MIXED,
     MIXED_LENGTHS,
     ROLLBACKS,
+    ROOMY,
     TIGHT,
+    config,
     num_accepted,
     outcomes,
     plain,
     random_prompts,
     scripted,
     speculating,
+    wide_model,
 )
 
 PROMPTS = random_prompts(41, MIXED_LENGTHS)
@@ -95,4 +99,24 @@ def test_nan_logits_of_a_rejected_node_end_nothing(name: str, rollback: str, mon
         monkeypatch.setattr(HybridModel, "verify_stream", spoilt)
         found = rt.generate(PROMPTS[:1], list(MIXED[:1]))
         assert outcomes(found) == outcomes(expected[:1])
+        assert_idle(rt)
+
+
+@pytest.mark.parametrize("rollback", ROLLBACKS)
+def test_tokens_before_nan_logits_are_delivered(rollback: str) -> None:
+    """Plain decoding delivers a token and then finds that no number follows from it."""
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with plain("kimi") as rt:
+        truth = rt.generate(PROMPTS, params)
+    fatal = truth[0].outputs[0].token_ids[6]
+    model: Any = copy.deepcopy(wide_model("kimi"))
+    model.get_input_embeddings().weight.data[fatal] = torch.nan
+    with HybridRuntime(model, **{**ROOMY, "enable_prefix_cache": False}) as rt:
+        expected = rt.generate(PROMPTS, params)
+    assert expected[0].outputs[0].finish_reason == "error"
+    assert len(expected[0].outputs[0].token_ids) > 3
+    drafter = scripted(truth, kinds=(RIGHT,), shape="chain")
+    with HybridRuntime(model, drafter=drafter, **{**ROOMY, "speculative": config(rollback)}) as rt:
+        assert outcomes(rt.generate(PROMPTS, params)) == outcomes(expected)
+        assert num_accepted(rt) > 10
         assert_idle(rt)
