@@ -117,39 +117,6 @@ inline Floats load_up_to_16(const S* from, int64_t count) {
   return load_floats(some);
 }
 
-// Rows become columns.
-inline void transpose(Floats (&rows)[16]) {
-#ifdef __AVX512F__
-  const auto* from = reinterpret_cast<const __m512*>(rows);
-  __m512 pairs[16], quads[16];
-  for (int n = 0; n < 16; n += 2) {
-    pairs[n] = _mm512_unpacklo_ps(from[n], from[n + 1]);
-    pairs[n + 1] = _mm512_unpackhi_ps(from[n], from[n + 1]);
-  }
-  for (int n = 0; n < 16; n += 4) {
-    for (int part = 0; part < 2; ++part) {
-      const __m512d low = _mm512_castps_pd(pairs[n + part]), high = _mm512_castps_pd(pairs[n + 2 + part]);
-      quads[n + 2 * part] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
-      quads[n + 2 * part + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
-    }
-  }
-  for (int n = 0; n < 4; ++n) {  // lane 4 m + n of rows 0-3, 4-7, 8-11 and 12-15 stands in 128 bits number m
-    const __m512 a = _mm512_shuffle_f32x4(quads[n], quads[4 + n], 0x88);
-    const __m512 b = _mm512_shuffle_f32x4(quads[n], quads[4 + n], 0xdd);
-    const __m512 c = _mm512_shuffle_f32x4(quads[8 + n], quads[12 + n], 0x88);
-    const __m512 d = _mm512_shuffle_f32x4(quads[8 + n], quads[12 + n], 0xdd);
-    rows[n] = (Floats)_mm512_shuffle_f32x4(a, c, 0x88);
-    rows[4 + n] = (Floats)_mm512_shuffle_f32x4(b, d, 0x88);
-    rows[8 + n] = (Floats)_mm512_shuffle_f32x4(a, c, 0xdd);
-    rows[12 + n] = (Floats)_mm512_shuffle_f32x4(b, d, 0xdd);
-  }
-#else
-  for (int row = 0; row < 16; ++row) {
-    for (int column = row + 1; column < 16; ++column) std::swap(rows[row][column], rows[column][row]);
-  }
-#endif
-}
-
 // Rows of `dim` elements as panels of 32 rows: `[rows / 32, dim, 32]`, both sizes rounded up and filled with zeros.
 // Sixteen rows are fetched from memory while those before them are transposed: `row_of` names as many behind the last.
 template <class S, class RowOf>
