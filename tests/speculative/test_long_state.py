@@ -120,15 +120,13 @@ def error(state: Tensor, truth: Tensor) -> float:
     return float((state.double() - truth).norm() / truth.norm())
 
 
-@pytest.mark.parametrize(
-    ("name", "rollback", "num_rounds"), [("kimi", "fold", 1000), ("granite-nope", "replay", 400), ("qwen", "fold", 400)]
-)
-def test_many_rounds_err_no_more_than_twice_what_steps_err(name: str, rollback: str, num_rounds: int) -> None:
+@pytest.mark.parametrize(("name", "rollback"), [("kimi", "fold"), ("granite-nope", "replay"), ("qwen", "fold")])
+def test_a_thousand_rounds_err_no_more_than_twice_what_steps_err(name: str, rollback: str) -> None:
     """Against float64; the largest error at any hundredth round."""
     rounds = Rounds(name, torch.float32, 1, ROLLBACKS[rollback])
     steps, truth = Rounds(name, torch.float32, 1), Rounds(name, torch.float64, 1)
     errors = []
-    for index, (tokens_BT, parents_BT, paths) in enumerate(random_rounds(num_rounds, 1, seed=1)):
+    for index, (tokens_BT, parents_BT, paths) in enumerate(random_rounds(1000, 1, seed=1)):
         rounds.round(tokens_BT, parents_BT, paths)
         for node in paths[0]:
             steps.decode(int(tokens_BT[0, node]))
