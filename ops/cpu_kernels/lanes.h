@@ -46,13 +46,6 @@ struct Lanes<BFloat> {
   }
 };
 
-// Whether products of bfloat16 take an instruction rather than several.
-#ifdef __AVX512BF16__
-constexpr bool kMultipliesBFloats = true;
-#else
-constexpr bool kMultipliesBFloats = false;
-#endif
-
 template <class T>
 inline typename Lanes<T>::Vector load_lanes(const T* from) {
   typename Lanes<T>::Vector lanes;

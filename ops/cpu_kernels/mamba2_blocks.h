@@ -113,8 +113,7 @@ struct BlockDecays {
   }
 };
 
-// Mamba-2 of some tokens.
-template <class X>
+// Mamba-2 of some tokens; x and y are floats.
 class Mamba2Blocks {
  public:
   Mamba2Blocks(const Mamba2Operands& operands, const std::vector<std::vector<Segment>>& segments)
@@ -187,7 +186,7 @@ class Mamba2Blocks {
     for (int t = 0; t < kBlockTokens; ++t) {
       if (t < block.count) {
         const int64_t stride = operands_.x_LHP.strides[2];
-        load_rows(operands_.x_LHP.at<X>(block.begin + t, head) + first_row * stride, stride, rows, x[t]);
+        load_rows(operands_.x_LHP.at<float>(block.begin + t, head) + first_row * stride, stride, rows, x[t]);
       }
       for (int v = 0; v < kTileVectors; ++v) {
         x[t][v] *= broadcast(decays.dt[t]);
@@ -203,9 +202,9 @@ class Mamba2Blocks {
         const Floats share = broadcast(decays.reach[t][j] * b_dot_c[j]);
         for (int v = 0; v < kTileVectors; ++v) y[v] = Lanes<float>::multiply_add(share, x[j][v], y[v]);
       }
-      X rounded[kTileVectors][16];
-      for (int v = 0; v < kTileVectors; ++v) store_lanes(y[v], rounded[v]);
-      copy_rows(rounded[0], rows, operands_.y_LHP.at<X>(block.begin + t, head) + first_row);
+      float numbers[kStateTileRows];
+      std::memcpy(numbers, y, sizeof(numbers));
+      copy_rows(numbers, rows, operands_.y_LHP.at<float>(block.begin + t, head) + first_row);
     }
   }
 

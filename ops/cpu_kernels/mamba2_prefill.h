@@ -36,7 +36,7 @@ inline void run_sequences(const Mamba2Operands& p, const std::vector<std::vector
 }
 
 // x [L, H, P], dt [L, H], a [H], b and c [L, G, N], h0 [S, H, P, N] float32; sequences as for `causal_conv`. Returns y
-// like x (padding tokens: 0) and the states [R, H, P, N] float32. If x, b and c are bfloat16, so are factors of products.
+// like x (padding tokens: 0) and the states [R, H, P, N] float32. If x is bfloat16, b and c are, and factors of products.
 inline std::tuple<Tensor, Tensor> mamba2_prefill(const Tensor& x, const Tensor& dt, const Tensor& a, const Tensor& b,
                                                  const Tensor& c, const Tensor& h0, const Tensor& token_sequence,
                                                  const Tensor& token_offset, const Tensor& state_sequence,
@@ -65,20 +65,23 @@ inline std::tuple<Tensor, Tensor> mamba2_prefill(const Tensor& x, const Tensor& 
                          view_of(y, "y_LHP", {num_tokens, num_heads, head_dim}),
                          view_of(states, "states_RHPN", {num_states, num_heads, head_dim, state_dim}),
                          TokenDecays(dt_LH, a_H)};
-  with_narrow_float_type(x_LHP.dtype, x_LHP.name, [&](auto zero) {
-    using X = decltype(zero);
-    const View sequence_L = view_of(token_sequence, "token_sequence_L", {num_tokens});
-    for (int64_t token = 0; token < num_tokens; ++token) {
-      const bool is_padding = *sequence_L.at<int64_t>(token) == num_sequences;
-      if (is_padding) std::fill_n(p.y_LHP.at<X>(token), num_heads * head_dim, store<X>(0.0f));
-    }
-    if constexpr (kMultipliesBFloats && std::is_same_v<X, BFloat>) {
-      if (b_LGN.dtype == ScalarType::BFloat16 && c_LGN.dtype == ScalarType::BFloat16) {
-        return run_sequences<Mamba2Chunks>(p, segments);
-      }
-    }
-    run_sequences<Mamba2Blocks<X>>(p, segments);
-  });
+  const bool is_narrow = x_LHP.dtype == ScalarType::BFloat16;
+  if (is_narrow) {
+    for (const View& view : {b_LGN, c_LGN}) require_dtype(view, ScalarType::BFloat16, "bfloat16, as x");
+  } else {
+    require_dtype(x_LHP, ScalarType::Float, "float32 or bfloat16");
+  }
+  const View sequence_L = view_of(token_sequence, "token_sequence_L", {num_tokens});
+  const size_t bytes_per_token = num_heads * head_dim * (is_narrow ? sizeof(BFloat) : sizeof(float));
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    const bool is_padding = *sequence_L.at<int64_t>(token) == num_sequences;
+    if (is_padding) std::memset(p.y_LHP.data + token * bytes_per_token, 0, bytes_per_token);
+  }
+  if (is_narrow) {
+    run_sequences<Mamba2Chunks>(p, segments);
+  } else {
+    run_sequences<Mamba2Blocks>(p, segments);
+  }
   return {y, states};
 }
 

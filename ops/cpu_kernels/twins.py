@@ -57,8 +57,9 @@ def mamba2_chunked(
     if not {operand.dtype for operand in operands} <= _NARROW:
         return opaque.mamba2_chunked(*operands, layout)
     _build_unless_traced()
-    return _ops.mamba2_prefill(
-        x_LHP,
+    all_narrow = {x_LHP.dtype, b_LGN.dtype, c_LGN.dtype} == {torch.bfloat16}
+    y_LHP, states_RHPN = _ops.mamba2_prefill(
+        x_LHP if all_narrow and MULTIPLIES_BFLOAT16 else x_LHP.float(),
         dt_LH,
         a_H,
         b_LGN,
@@ -69,6 +70,7 @@ def mamba2_chunked(
         layout.state_sequence_R,
         layout.state_length_R,
     )
+    return y_LHP.to(x_LHP.dtype), states_RHPN
 
 
 def gdn_step(

@@ -121,6 +121,18 @@ def test_small_integers_without_decay_are_exact_in_bfloat16() -> None:
         assert torch.equal(result.double(), truth)
 
 
+@pytest.mark.parametrize("narrow", ["x_LHP", "b_LGN", "c_LGN"])
+def test_one_operand_in_bfloat16_rounds_no_factor(narrow: str) -> None:
+    case = wide_case(2, 4, 20, 12, torch.float32)
+    case = replace(case, **{narrow: getattr(case, narrow).bfloat16()})
+    y_LHP, states_RHPN = mamba2_chunked(*case.operands(), case.layout)
+    assert (y_LHP.dtype, states_RHPN.dtype) == (case.x_LHP.dtype, torch.float32)
+    y_errors, state_errors = relative_errors((y_LHP, states_RHPN), case)
+    sums = 32 * EPS32  # of up to 21 terms
+    assert state_errors.max() < sums
+    assert y_errors[: sum(LENGTHS)].max() < (UNIT_ROUNDOFF_BF16 + sums if narrow == "x_LHP" else sums)
+
+
 def test_float64_is_the_plain_forms() -> None:
     case = wide_case(2, 4, 20, 12, torch.float32).double()
     for error in relative_errors(mamba2_chunked(*case.operands(), case.layout), case):
