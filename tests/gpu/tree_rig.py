@@ -55,8 +55,8 @@ class TreeRig:
 
     def compiled(self) -> Steps:
         model = self.rig.model.with_kernels(compiled_kernels(self.rig.model.device))
-        report = lambda part: None  # noqa: E731
-        return CompiledSteps(model, self.memory, self.rig.last_token_R, self.speculative, report=report)
+        tensors = self.memory, self.rig.last_token_R
+        return CompiledSteps(model, *tensors, self.speculative, report=lambda part: None)
 
     def runners(self, steps: Steps, *, buckets: tuple[int, ...] | None, capture: bool) -> Runners:
         """`buckets`: None: trees of the size that they have. A commit that replays is not captured."""
