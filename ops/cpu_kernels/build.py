@@ -91,21 +91,24 @@ def _built_library(compiler: str, target: str, name: str, folders: Sequence[Path
     return library
 
 
-def _compile(compiler: str, sources: list[Path], work: Path) -> Path:
+def _compile(compiler: str, sources: Sequence[Path], work: Path) -> Path:
     """A library of `sources` in the folder `work`.
 
-    Half of the cores compile them side by side: whoever has them built has Inductor's code compiled, too.
+    Half of the cores compile: whoever has them built has Inductor's code compiled, too. Each takes one unit, of one or
+    more sources: reading torch's headers takes a second per unit.
     """
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+    num_units = max(1, min(len(sources), (os.cpu_count() or 1) // 2))
 
-    def compiled(source: Path) -> str:
-        result = str(work / f"{source.stem}.o")
-        _run(compiler, [*FLAGS, *includes, "-c", str(source), "-o", result])
+    def compiled(number: int) -> str:
+        unit, result = work / f"unit_{number}.cpp", str(work / f"unit_{number}.o")
+        unit.write_text("".join(f'#include "{source}"\n' for source in sources[number::num_units]))
+        _run(compiler, [*FLAGS, *includes, "-c", str(unit), "-o", result])
         return result
 
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-        objects = list(pool.map(compiled, sources))
+    with ThreadPoolExecutor(num_units) as pool:
+        objects = list(pool.map(compiled, range(num_units)))
     library = work / "kernels.so"
     _run(compiler, ["-shared", *objects, "-o", str(library), *libraries, "-ltorch_cpu"])
     return library
